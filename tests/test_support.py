@@ -2,7 +2,7 @@
 
 A plain run of the suite takes as many combinations as show every value, ``make prove`` every three
 of the first seven axes together, and every two of all. A combination trains as ``no_shard`` does
-with the same precision, optimizer, data and policy for buffers and defaults for the rest, which
+with the same precision, optimizer and policy for buffers and defaults for the rest, which
 trains as a plain process does; with 8-bit gathers as its strategy does with defaults. Or it is
 refused, with the sentence of the table.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -52,7 +51,6 @@ class Value:
         optimizer: from the handle.
         tolerance: of parameters, relative to each tensor's largest magnitude.
         ranks: how many, at least.
-        runs_out: the last rank has no batch for the last step, inside ``join()``.
     """
 
     shown: str
@@ -60,7 +58,6 @@ class Value:
     optimizer: MakeOptimizer | None = None
     tolerance: float = 2e-5
     ranks: int = 2
-    runs_out: bool = False
 
 
 def of_params(make: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeOptimizer:
@@ -155,10 +152,6 @@ AXES: dict[str, dict[str, Value]] = {
         "Muon": Value("sw.optim.Muon", {}, of_handle(sw.optim.Muon, lr=0.01), 1e-2),
         "Adafactor": Value("torch.optim.Adafactor", {}, of_params(Adafactor)),
     },
-    "data": {
-        "equal": Value("the default"),
-        "runs out": Value("sharded.join(optimizer, scaler=scaler)", runs_out=True),
-    },
     "divergence": {
         "error": Value("the default"),
         "participate": Value('divergence="participate"', {"divergence": "participate"}),
@@ -216,16 +209,6 @@ REFUSED = (
         {"strategy": SPLIT, "optimizer": ["Adafactor"]},
         sw.OptimizerError,
         "its factored second moment averages over whole rows and columns",
-    ),
-    Refused(
-        {"data": ["runs out"], "divergence": ["participate"]},
-        sw.ConfigError,
-        "a rank that runs out of data follows the others, and they may call different units",
-    ),
-    Refused(
-        {"strategy": ["no_shard"], "precision": ["fp16"], "data": ["runs out"]},
-        sw.RanksDisagree,
-        "by a GradScaler or torch's clip_grad_norm_, which ranks with whole parameters do unseen",
     ),
 )
 
@@ -301,7 +284,6 @@ def trained(combination: Combination, ranks: int) -> Gradients:
             recipe,
             partial(sw.shard, strategy=combination[0], **options),
             make,
-            any(value.runs_out for value in values),
         ),
     )[0]
 
@@ -324,19 +306,16 @@ def on_rank(
     recipe: Recipe,
     shard: Callable[..., sw.Sharded],
     make: MakeOptimizer,
-    runs_out: bool,
 ) -> Gradients:
     sharded = shard(model, comm=comm)
     optimizer = make(sharded)
     scaler = GradScaler("cpu", 1024.0, enabled=sharded.options.precision.compute is FP16)
-    steps = recipe.steps - (runs_out and comm.rank == comm.size - 1)
-    with sharded.join(optimizer, scaler=scaler) if runs_out else nullcontext():
-        for step in range(steps):
-            for batch in recipe.batches(step, comm.rank):
-                scaler.scale(recipe.loss(model, batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    for step in range(recipe.steps):
+        for batch in recipe.batches(step, comm.rank):
+            scaler.scale(recipe.loss(model, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
     return model.state_dict()
 
 
@@ -365,7 +344,7 @@ def test_a_combination_trains_or_is_refused(combination: Combination) -> None:
         with pytest.raises(refused.error, match=refused.message):
             trained(combination, ranks)
         return
-    kept = {"precision", "optimizer", "data", "buffers"}
+    kept = {"precision", "optimizer", "buffers"}
     if "int8 gathers" in combination:  # its blocks are those of the layout
         kept |= {"strategy", "bucketing"}
     part = [(axis, combination[axis]) for axis, name in enumerate(AXES) if name in kept]

@@ -161,15 +161,6 @@ def test_one_call_serves_many_tensors() -> None:
     assert [float(norm) for norm in internals.foreach_norm(ours, 1)] == [4, 6]
 
 
-def test_gradients_are_unscaled_in_place_and_what_is_not_finite_is_found() -> None:
-    """Else a rank without data could not do what a GradScaler does on the others."""
-    gradients, found = [torch.ones(2), torch.tensor([torch.inf])], torch.zeros(1)
-    internals.unscale_(gradients[:1], found, torch.tensor([0.25]))
-    assert (gradients[0].tolist(), found.item()) == ([0.25, 0.25], 0)
-    internals.unscale_(gradients, found, torch.tensor([1.0]))
-    assert found.item() == 1
-
-
 def test_the_fused_optimizers_take_flat_tensors() -> None:
     """Else the flat optimizer would be torch's unfused one, several times as slow."""
     param, grad, step = torch.ones(3), torch.ones(3), torch.ones(())

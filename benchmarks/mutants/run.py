@@ -37,7 +37,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tests/parity/test_wires.py",
         "tests/optim/test_grad_scaler.py",
     ),
-    "runtime": (  # steps; join; reads and writes beside a unit; what stays gathered, or is loaded
+    "runtime": (  # steps; other branches; reads beside a unit; what stays gathered, or is loaded
         "tests/parity/test_one_by_one.py",
         "tests/test_sharded.py",
         "tests/test_uneven.py",

@@ -44,10 +44,6 @@ class Plain:
     def forward_method(self, model: nn.Module, name: str) -> None:
         """A method other than ``forward`` may be called from outside."""
 
-    def join(self, optimizer: Optimizer) -> AbstractContextManager[object]:
-        """Ranks may run out of data inside."""
-        return nullcontext()
-
     def muon(self, model: nn.Module) -> Optimizer:
         """Of a model that has matrices only, and no head."""
         return torch.optim.Muon(model.parameters(), lr=0.05)
@@ -101,9 +97,6 @@ class FSDP2:
         yield
         for unit in units:
             unit.reshard()
-
-    def join(self, optimizer: Optimizer) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def muon(self, model: nn.Module) -> Optimizer:
         return torch.optim.Muon(model.parameters(), lr=0.05)
@@ -165,9 +158,6 @@ class Shardwise:
 
     def full_params(self, model: nn.Module) -> AbstractContextManager[None]:
         return self.handle.full_params(writeback=True)
-
-    def join(self, optimizer: Optimizer) -> AbstractContextManager[object]:
-        return self.handle.join(optimizer)
 
     def muon(self, model: nn.Module) -> Optimizer:
         groups = [{"params": [*model.parameters()], "algorithm": "muon"}]

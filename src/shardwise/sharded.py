@@ -15,17 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from shardwise import uneven
 from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
 from shardwise.comm.environment import local_size
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh, Shape, shape_of
-from shardwise.comm.protocol import Comm
+from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.residency import with_residency
@@ -88,7 +87,7 @@ class Sharded:
         specs = with_residency(specs, self.options.residency)
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
         params = [member.param for unit in units for member in unit.members]
-        self._optimizer_hooks = OptimizerHooks(params, self._before_update, self._idle, self.comm)
+        self._optimizer_hooks = OptimizerHooks(params, self._before_step, self._idle, self.comm)
         states = cut(self.model, units, specs, self.options, self.comm)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
         self._places = places_of(self.buckets)
@@ -147,9 +146,17 @@ class Sharded:
         """``accumulate(last=False)``, by DDP's name."""
         return self.accumulate(last=False)
 
-    join = uneven.join
-    any = uneven.any_rank
-    all = uneven.all_ranks
+    def any(self, flag: bool | Tensor) -> bool:
+        """Is ``flag`` true on any rank? One small collective."""
+        return bool(self._votes(flag).any())
+
+    def all(self, flag: bool | Tensor) -> bool:
+        """Is ``flag`` true on every rank? One small collective."""
+        return bool(self._votes(flag).all())
+
+    def _votes(self, flag: bool | Tensor) -> Tensor:
+        vote = torch.tensor([bool(flag)], device=self.comm.device)
+        return self.comm.gather_rows(vote, Label("vote"))
 
     def register_forward_method(self, module: nn.Module, method: str) -> None:
         """Let a method other than ``forward`` gather its module's unit, as ``forward`` does.
@@ -186,7 +193,6 @@ class Sharded:
         Returns:
             The norm before clipping: 0-dim, fp32, the same on every rank.
         """
-        uneven.send_clip(self, max_norm, norm_type, parameters)
         self._before_step()
         places = self._places.values() if parameters is None else chosen(self._places, parameters)
         return clip_gradients(places, self.comm, float(max_norm), float(norm_type))
@@ -337,8 +343,6 @@ class Sharded:
         )
 
     def _check_idle(self, operation: str) -> None:
-        if self.runtime.join is not None:
-            self.runtime.join.refuse(operation)
         self._hooks.registered.check()
         self._at_rest(operation)
 
@@ -356,10 +360,6 @@ class Sharded:
             self._check_idle("a state dict was asked for")
             self.runtime.await_readers()
         return not self._hooks.backward.suspended
-
-    def _before_update(self, optimizer: Optimizer, closure: object = None, **_: object) -> None:
-        uneven.send_step(self, optimizer, closure)
-        self._before_step()
 
     def _before_step(self) -> None:
         self._hooks.registered.check()

@@ -84,8 +84,6 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
-#: ``(gradients, found, scale)``: multiplies gradients in place; ``found`` = 1 if one is not finite.
-unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 #: ``(matrix, coefficients, steps, eps) →`` orthogonalised, in bfloat16; may overwrite ``matrix``.
 orthogonalize = _muon._zeropower_via_newtonschulz

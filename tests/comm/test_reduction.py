@@ -64,11 +64,6 @@ def test_a_sum_of_encoded_pieces_does_not_depend_on_what_was_in_its_place() -> N
     assert out.tolist() == [2.0] * 8
 
 
-def test_a_mean_over_a_count_divides_by_what_is_left_of_it_after_the_addends_were_divided() -> None:
-    over_six = Reduction(BF16, FP32, "predivide", before=2.0, after=4.0).over(6.0)
-    assert over_six == Reduction(BF16, FP32, "postdivide", before=2.0, after=3.0)
-
-
 @pytest.mark.parametrize("divisor", [8.0, 3.0])
 def test_a_quotient_is_the_nearest_number(divisor: float) -> None:
     values, out = torch.randn(1000), torch.empty(1000)

@@ -14,7 +14,6 @@ import shardwise as sw
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text("utf-8")
 NOT_FOR_PROGRAMS = {"admitted"}  # what the methods of other files call
-GOES_WITH_UNEVEN_DATA = {"all", "any", "join"}
 
 
 def listed() -> dict[str, list[str]]:
@@ -58,4 +57,4 @@ def test_every_method_of_the_handle_is_listed() -> None:
         if not name.startswith("_") and (isfunction(value) or isinstance(value, property))
     }
     names = {*listed()["shardwise.sharded.Sharded"], *listed()["shardwise.checkpoint.api"]}
-    assert methods - NOT_FOR_PROGRAMS - GOES_WITH_UNEVEN_DATA - names == set()
+    assert methods - NOT_FOR_PROGRAMS - names == set()

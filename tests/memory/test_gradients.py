@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ import shardwise as sw
 from shardwise.comm.fake import FakeComm
 from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.memory.gradients import Gradients, Share
+from shardwise.memory.gradients import Gradients
 from shardwise.memory.sharded_parameter import LocalGradient
 from shardwise.memory.sharding import sharding_of
 from tests.copies import assert_near, local
@@ -622,30 +621,6 @@ def test_of_dropped_gradients_nothing_is_left() -> None:
     gradients.deliver([False, True], at_rest=True)
     assert [param.grad is None for param in sharded.model.parameters()] == [True, False]
     assert gradients.touched_flags() == [False, False]
-
-
-@pytest.mark.parametrize(
-    ("share", "mean"),
-    [
-        (Share(), 6.0),
-        (Share(1.0, 1.0), 6.0),
-        (Share(0.5, 1.0), 3.0),
-        (Share(1.0, 4.0), 1.5),
-        (Share(0.0, 2.0), 0.0),
-    ],
-)
-def test_a_ranks_gradients_count_for_its_share(share: Share, mean: float) -> None:
-    """And not at all with a weight of zero, NaN or not."""
-    _, gradients = linears(3)
-    gradients.set_share(share)
-    grad = torch.full((1, 3), 6.0 if share.weight else math.nan)
-    gradients.collect(0, grad, carried=False)
-    gradients.reduce()
-    gradients.settle()
-    gradients.deliver([True], at_rest=True)
-    [param] = gradients.spec.params
-    assert param.grad is not None
-    assert local(param.grad).tolist() == [[mean] * 3]
 
 
 def test_the_memory_of_what_was_thrown_away_goes_and_the_pass_is_remembered() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +27,8 @@ class Engine:
     def make_whole(self, unit: str) -> None:
         self.asked.append(f"make {unit!r} whole")
 
-    def check_together(self, operation: str) -> None:
-        self.asked.append(f"check that {operation}")
-
     def before_write(self, unit: str) -> None:
         self.asked.append(f"write {unit!r}")
-
-    def before_unscale(self, shardings: Collection[Sharding], factor: Tensor) -> None:
-        self.asked.append(f"unscale {[each.name for each in shardings]} by {factor.item()}")
 
     def call(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
@@ -60,36 +54,26 @@ def watched() -> tuple[nn.Linear, Engine]:
 
 
 @torch.no_grad()
-def test_who_writes_a_parameter_asks_first_and_who_writes_a_gradient_is_checked() -> None:
-    """A gradient may be zeroed: that is seen when it is used."""
+def test_who_writes_a_parameter_asks_first() -> None:
     model, engine = watched()
     weight, gradient = model.weight, model.weight.grad
     assert gradient is not None
-    asks = "check that 'weight', or its gradient, is written by hand"
-    before = [asks, "write ''"]
+    asks = ["write ''"]
     writes: list[tuple[Callable[[], object], list[str]]] = [
-        (lambda: weight.mul_(2), [asks, *before]),
-        (lambda: torch._foreach_mul_([weight, gradient], 2), [asks, *before]),
-        (lambda: weight.data.mul_(2), [asks, *before]),
-        (weight.zero_, before),
-        (lambda: setattr(weight, "data", torch.zeros_like(weight)), before),
-        (lambda: gradient.mul_(2), [asks]),
-        (lambda: gradient.data.mul_(2), [asks]),
-        (lambda: (weight.detach() * 2).mul_(2), [asks]),
+        (lambda: weight.mul_(2), asks),
+        (lambda: torch._foreach_mul_([weight, gradient], 2), asks),
+        (lambda: weight.data.mul_(2), asks),
+        (weight.zero_, asks),
+        (lambda: setattr(weight, "data", torch.zeros_like(weight)), asks),
+        (lambda: gradient.mul_(2), []),
+        (lambda: gradient.data.mul_(2), []),
+        (lambda: (weight.detach() * 2).mul_(2), []),
         (gradient.zero_, []),
         (lambda: weight * 2, []),
     ]
     for write, asked in writes:
         write()
         assert engine.take() == asked
-
-
-def test_a_scaler_tells_the_engine_once_what_it_unscales() -> None:
-    model, engine = watched()
-    gradients, flag = [param.grad for param in model.parameters()], torch.zeros(1)
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, torch.tensor(0.25))  # type: ignore[arg-type]
-    assert engine.take() == ["unscale ['weight', 'bias'] by 0.25"]
-    assert local(gradients[0]).eq(0.25).all()
 
 
 def test_where_no_engine_is_left_a_shard_is_written_freely() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -46,10 +46,6 @@ class Reduction:
     # Division is exact where multiplication by 1/W is not (W = 3).
     before: float = 1.0  # divisor of the addends
     after: float = 1.0  # divisor of the sum
-
-    def over(self, count: float) -> Reduction:
-        """The mean over ``count`` instead of over all ranks."""
-        return replace(self, how="postdivide", after=count / self.before)
 
     def start(self, full: Tensor, comm: Comm, label: Label) -> PendingReduction:
         """Issue the reduce-scatter of ``full``, ``[W * S]``, which is overwritten. A collective."""

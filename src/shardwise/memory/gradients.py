@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,16 +36,9 @@ from shardwise.torch_internals import (
     untracked_views,
 )
 
-__all__ = ["Gradients", "Share"]
+__all__ = ["Gradients"]
 
 SMALL = 1 << 14  # elements: below this a copy costs less than the call that asks for it
-
-
-class Share(NamedTuple):
-    """What this rank's gradients count in the mean: the sum of all, weighted, by the divisor."""
-
-    weight: float = 1.0
-    divisor: float = 0.0  # 0: the number of ranks
 
 
 class Gradients:
@@ -73,14 +65,6 @@ class Gradients:
         self._stored: Tensor | None = None  # the same, in host memory
         self._is_moved = False  # is ``.grad`` where the optimizer steps, and not where it rests?
         self._label = spec.label("reduce")
-        self.set_share(Share())
-
-    def set_share(self, share: Share) -> None:
-        """Let this rank's gradients count for ``share`` of the mean, from the next reduce on."""
-        self._share, spec = share, self.spec
-        self._averages = spec.averages
-        if share.divisor not in (0, spec.shard.size * spec.replicate.size):
-            self._averages = spec.averaged_by(spec.reduction.over(share.divisor))
 
     @property
     def complete(self) -> bool:
@@ -244,9 +228,7 @@ class Gradients:
             self._views[index].zero_()
         for start, stop in spec.full_views.gaps:
             full[start:stop].zero_()
-        if self._share.weight != 1:  # a gradient that does not count may be NaN
-            full.mul_(self._share.weight) if self._share.weight else full.zero_()
-        comm, reduction = self._averages[0]
+        comm, reduction = spec.averages[0]
         self._reducing = reduction.start(full, comm, self._label)
         self.full = self._reducing.sent
 
@@ -263,7 +245,7 @@ class Gradients:
     def _over_copies(self, mean: Tensor) -> Tensor:
         """From what the first axis gave: ``[S]``, the mean over all ranks, as it is stored."""
         spec, copies = self.spec, self.spec.replicate
-        for comm, reduction in self._averages[1:]:
+        for comm, reduction in spec.averages[1:]:
             _, mean, pending = reduction.start(mean, comm, self._label)
             pending.wait()
         mean = mean.to(spec.dtypes.stored)  # the same tensor where it is

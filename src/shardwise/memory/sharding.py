@@ -7,7 +7,7 @@ from one rank's part, such as a gradient or a moving average (see ``shard_tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,12 +34,6 @@ class Engine(Protocol):
 
     def make_whole(self, unit: str) -> None:
         """Let the parameters of a unit be whole until the step is over."""
-
-    def check_together(self, operation: str) -> None:
-        """Raises if not every rank can do this to its shard of a parameter, or of a gradient."""
-
-    def before_unscale(self, shardings: Collection[Sharding], factor: Tensor) -> None:
-        """Gradients are multiplied by ``factor`` next, unless one is not finite."""
 
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next: nobody may still read or send what they hold."""
@@ -84,14 +78,8 @@ class Sharding:
 
     def before_write(self) -> None:
         """The shard of the parameter is written next."""
-        self.check_together("written by hand")
         if self.engine is not None and (engine := self.engine()) is not None:
             engine.before_write(self.unit)
-
-    def check_together(self, done: str) -> None:
-        """Raises if not every rank can do this to what it holds, such as ``"written by hand"``."""
-        if self.engine is not None and (engine := self.engine()) is not None:
-            engine.check_together(f"{self.name!r}, or its gradient, is {done}")
 
     def copy_aliases(self) -> None:
         """Let aliases keep their values, in memory of their own: the shard gets other ones."""

@@ -89,14 +89,10 @@ class BucketSpec:
     @cached_property
     def averages(self) -> list[tuple[Comm, Reduction]]:
         """The axes over which gradients are summed, one after the other, and how."""
-        return self.averaged_by(self.reduction)
-
-    def averaged_by(self, reduction: Reduction) -> list[tuple[Comm, Reduction]]:
-        """The same with another mean."""
         axes = [comm for comm in (self.shard, self.replicate) if comm.size > 1] or [self.shard]
         if len(axes) == 1:
-            return [(axes[0], reduction)]
-        first, last = replace(reduction, after=1.0), replace(reduction, before=1.0)
+            return [(axes[0], self.reduction)]
+        first, last = replace(self.reduction, after=1.0), replace(self.reduction, before=1.0)
         return list(zip(axes, (first, last), strict=True))
 
     @cached_property

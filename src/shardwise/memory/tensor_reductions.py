@@ -66,7 +66,6 @@ def reduce(call: Call) -> Any:
     if call.records():
         return call.recording_error()
     name = call.name.removeprefix("linalg_")
-    sharding.check_together("reduced to a number")
     local = reduction.part(shard).reshape(1)
     label = Label(name, sharding.name)
     return over_ranks(local, reduction.combine, sharding.axes, label)[0].to(reduction.dtype)
@@ -96,7 +95,6 @@ def norms_of_list(call: Call) -> Any:
         if call.is_shard(tensor):
             groups.setdefault(tensor.sharding.axes, []).append(index)
     for axes, indices in groups.items():
-        tensors[indices[0]].sharding.check_together("reduced to a number")
         local = torch.stack([norms[index].double() for index in indices])
         label = Label("norm", f"of {len(indices)} shards")
         norms_over_ranks = over_ranks(local, partial(joined_norm, order), axes, label)

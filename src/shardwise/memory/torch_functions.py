@@ -98,7 +98,7 @@ def _elementwise(call: Call) -> Any:
         return call.recording_error()
     replacements = local_parts | _reshard_like(call, compatible)
     if written:
-        _notify_write([row[0] for row, _ in pairs], zeroes=bare_name(call.name) == "zero")
+        _notify_write([row[0] for row, _ in pairs])
     result = call.run(replacements)
     changed = [row[0] for row in rows] if result is None else result  # None: foreach, in place
     results = changed if isinstance(changed, (list, tuple)) else [changed]
@@ -151,11 +151,8 @@ def _reshard_like(call: Call, pairs: Iterable[tuple[Row, Any]]) -> dict[int, Ten
     return replacements
 
 
-def _notify_write(written: Sequence[Tensor], zeroes: bool) -> None:
-    """Called before shards are written, and parameters directly or through an alias."""
-    for sharding in dict.fromkeys(map(sharding_of, written)):
-        if sharding is not None and not zeroes:  # that gradients were zeroed is seen later
-            sharding.check_together("written by hand")
+def _notify_write(written: Sequence[Tensor]) -> None:
+    """Called before parameters are written, directly or through an alias."""
     for sharding in dict.fromkeys(map(_param_sharding, written)):
         if sharding is not None:
             sharding.before_write()
@@ -189,7 +186,6 @@ def _equal(call: Call) -> Any:
     (row,), reference = call.rows(), call.first
     if not _are_compatible(call, row, reference):
         return call.unsupported()
-    reference.sharding.check_together("compared")
     local = torch.tensor([call.run(_reshard_like(call, [(row, reference)]))])
     label = Label(call.name, reference.sharding.name)
     return bool(over_ranks(local, torch.all, reference.sharding.axes, label))
@@ -198,11 +194,8 @@ def _equal(call: Call) -> Any:
 def _unscale(call: Call) -> None:
     """GradScaler's unscale: a gradient that is not finite on one rank counts on every rank."""
     gradients, found_inf, factor = call.args
-    shardings = [gradient.sharding for gradient in call.shards(gradients)]
-    held = (sharding.engine and sharding.engine() for sharding in shardings)
-    engines = list(dict.fromkeys(filter(None, held)))
-    for engine in engines:
-        engine.before_unscale(shardings, factor)
+    refs = [gradient.sharding.engine for gradient in call.shards(gradients)]
+    engines = filter(None, (ref() for ref in refs if ref is not None))
     call.run()
     for comm in dict.fromkeys(engine.comm for engine in engines):
         found_inf.fill_(_found_inf_on_any_rank(found_inf, factor, comm))

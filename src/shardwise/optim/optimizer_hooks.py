@@ -156,8 +156,7 @@ class OptimizerHooks:
 
     Args:
         params: the model's parameters.
-        before_step: a method, held weakly, called before each step of an optimizer that holds any,
-            with the optimizer and the arguments of the step.
+        before_step: a method, held weakly, called before each step of an optimizer that holds any.
         between_steps: a method, held weakly, that gives the model's buckets, or raises while a
             step is under way.
         comm: the ranks.
@@ -166,7 +165,7 @@ class OptimizerHooks:
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        before_step: Callable[..., None],
+        before_step: Callable[[], None],
         between_steps: Callable[[str], Sequence[Bucket]],
         comm: Comm,
     ) -> None:
@@ -236,7 +235,7 @@ class OptimizerHooks:
             return None
         params = self._params_of(optimizer)
         if params:
-            before_step(*args, **kwargs)
+            before_step()
             self.admit(optimizer)
         if self._warns and self._known:  # the model is trained
             self._warn_of_plain(optimizer)

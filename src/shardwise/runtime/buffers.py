@@ -8,7 +8,7 @@ validation and checkpoints in between see the same values, too.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,13 @@ def check_batch_norm(model: nn.Module, comm: Comm) -> None:
             )
 
 
-def sync_buffers(model: nn.Module, policy: str, comm: Comm, left: Container[int] = ()) -> None:
+def sync_buffers(model: nn.Module, policy: str, comm: Comm) -> None:
     """Make the buffers of all ranks alike. One collective for each dtype.
 
     Args:
         policy: ``"broadcast"``: those of rank 0; ``"average"``: their means over ranks, and rank
             0's of integers and booleans; ``"local"``: nothing is changed.
-        left: ranks that have run out of data, whose buffers do not count: the first of the others
-            stands for rank 0.
     """
-    ranks = [rank for rank in range(comm.size) if rank not in left]
     if policy == "local" or comm.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -53,18 +50,18 @@ def sync_buffers(model: nn.Module, policy: str, comm: Comm, left: Container[int]
     with torch.no_grad():
         for dtype, buffers in by_dtype.items():
             averages = policy == "average" and dtype.is_floating_point
-            _sync(buffers, comm, ranks, averages)
+            _sync(buffers, comm, averages)
 
 
-def _sync(buffers: Sequence[Tensor], comm: Comm, ranks: Sequence[int], averages: bool) -> None:
-    """``buffers``, of one dtype, by one collective: the mean over ``ranks``, or the first's."""
+def _sync(buffers: Sequence[Tensor], comm: Comm, averages: bool) -> None:
+    """``buffers``, of one dtype, by one collective: the mean over ranks, or rank 0's."""
     given = torch.cat([buffer.reshape(-1) for buffer in buffers])
     label = Label("buffers", dtype_name(given.dtype))
     if averages:
-        alike = _mean(comm.gather_rows(given, label)[list(ranks)])
+        alike = _mean(comm.gather_rows(given, label))
     else:
         alike = comm.memory.gradient(given.numel(), given.dtype).copy_(given)
-        comm.broadcast(alike, ranks[0], label).wait()
+        comm.broadcast(alike, 0, label).wait()
     sizes = [buffer.numel() for buffer in buffers]
     for buffer, values in zip(buffers, alike.split(sizes), strict=True):
         buffer.copy_(values.view(buffer.shape))

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import compress
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
 
 from shardwise.comm.protocol import Comm
@@ -29,7 +28,6 @@ from shardwise.precision import Precision
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.compiling import hide_gradients
 from shardwise.runtime.forward_calls import ForwardCall
-from shardwise.runtime.join import Kind
 from shardwise.runtime.kept import cast_around_kept, input_dtypes
 from shardwise.runtime.pytrees import (
     cast,
@@ -149,21 +147,6 @@ class Hooks:
         self.runtime.serve(unit, phase, "read")
         self.runtime.facts.pinned.add(unit)
 
-    def check_together(self, operation: str) -> None:
-        """Something is done to shards next, which every rank has to do."""
-        if self.runtime.join is not None:
-            self.runtime.join.refuse(operation)
-
-    def before_unscale(self, shardings: Collection[Sharding], factor: Tensor) -> None:
-        """A GradScaler unscales gradients of these parameters next."""
-        if self.runtime.join is not None:
-            trained = self.runtime.trained
-            unscaled = [sharding_of(param) in shardings for param in trained.params]
-            self.runtime.used_up |= set(map(id, compress(trained.params, unscaled)))
-            self.runtime.join.send(
-                Kind.UNSCALE, numbers=lambda: [*trained.has_gradient(), *unscaled, float(factor)]
-            )
-
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next, at any time."""
         self.runtime.before_write(unit)
@@ -202,7 +185,7 @@ class Hooks:
 
     def _enter(self, module: nn.Module, unit: str | None, given: Any, python: FrameType) -> Any:
         recomputes = graph_task() != -1 and self.backward.running
-        resume = None if self._frames or recomputes else self._begin(unit, given)
+        resume = None if self._frames or recomputes else self._begin(unit)
         call = self._expected(unit, recomputes)
         inputs = frozenset[Node]() if call is None else frozenset(grad_fns(given))
         handled = sys.exc_info()[1]
@@ -226,7 +209,7 @@ class Hooks:
         parent = self._frames[-1].call if self._frames else None
         return ForwardCall(unit, parent, next_sequence_number())
 
-    def _begin(self, unit: str | None, given: Any) -> Any:
+    def _begin(self, unit: str | None) -> Any:
         if is_transformed():
             raise functorch_transform()
         self.backward.abandon_stopped()
@@ -234,7 +217,7 @@ class Hooks:
         if torch.is_grad_enabled():
             self.runtime.update_trained()
         hide_gradients(self.runtime)
-        return self.runtime.begin_forward(unit, given)
+        return self.runtime.begin_forward(unit)
 
     def _abandon_stopped(self) -> None:
         """Forget calls that have ended without a hook: torch calls none after KeyboardInterrupt."""

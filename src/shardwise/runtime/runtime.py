@@ -11,19 +11,16 @@ rank, so an improvised step cannot hang.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ScheduleError
-from shardwise.memory.gradients import Share
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.use_errors import gradient_without_gather
 from shardwise.precision import Precision
-from shardwise.runtime.join import Join, Kind
 from shardwise.runtime.schedules import Schedules
 from shardwise.runtime.trained import Trained
 from shardwise.runtime.unit import UnitState
@@ -77,9 +74,6 @@ class Runtime:
         self._unreported = {
             (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
         }
-        self.join: Join | None = None  # while ranks may run out of data
-        #: Parameters whose gradients a step in ``join()`` used, by id, until the next backward.
-        self.used_up = set[int]()
         self._peers_may_read = False  # a peer may still compute with shared parameters
         buckets = [bucket for state in units.values() for bucket in state.buckets]
         #: Otherwise a rank has all parameters itself, and may compute with them alone.
@@ -87,8 +81,7 @@ class Runtime:
         #: Pinned, and whole, before the forward pass without gradients.
         self._pinned: frozenset[str] = frozenset()
         self._kept: frozenset[str] = frozenset()
-        #: Once gradients were reduced; called with all ranks, and those that have no data.
-        self.at_step_end: Callable[[Comm, Sequence[int]], object] = lambda *_: None
+        self.at_step_end: Callable[[Comm], object] = lambda _: None  # once gradients were reduced
         self.listeners: list[Callable[[Event], None]] = []  # of events that are carried out
 
     def whole_trainable(self) -> Iterator[nn.Parameter]:
@@ -149,25 +142,13 @@ class Runtime:
 
     # ---- events ----------------------------------------------------------------------------
 
-    def _carry_out(self, listed: Iterable[Event], sent: bool = True) -> None:
-        """``sent=False``: ranks that have run out of data come to these events by themselves."""
+    def _carry_out(self, listed: Iterable[Event]) -> None:
         for event in listed:
             if is_due(event, self.facts):
-                if self.join is not None:
-                    self._check_followed(self.join, event)
-                if self.join is not None and sent:
-                    self.join.send_event(event)
                 self.facts.note(event)
                 ACTS[event.op](self.units[event.unit])
                 if self.listeners and event[:2] not in self._unreported:
                     self._report(event)
-
-    def _check_followed(self, join: Join, event: Event) -> None:
-        """Raises ``ScheduleError`` for what ranks that have run out of data cannot do as well."""
-        unit = self.units[event.unit]
-        if event.op is Op.FREE and any(bucket.is_written() for bucket in unit.buckets):
-            params = f"parameters of unit {unit.name or '(root)'!r}"
-            join.refuse(f"{params} are written in a pass, or read by a compiled unit's first call,")
 
     def _report(self, event: Event) -> None:
         for listener in self.listeners:
@@ -178,21 +159,14 @@ class Runtime:
         self.facts.unpin({*keep, *(self.units.keys() - freed)})
         if phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
             self._expire(freed, steps_only=True)
-        self._carry_out(end_events(self.policy, self.facts, freed, phase), sent=False)
+        self._carry_out(end_events(self.policy, self.facts, freed, phase))
 
     # ---- the forward pass --------------------------------------------------------------------
 
-    def begin_forward(self, first: str | None, given: Any = ((), {})) -> Cursor:
-        """A forward pass starts with unit ``first``. Returns what ``end_forward`` goes on with.
-
-        Args:
-            given: arguments and keyword arguments of the call.
-        """
-        before, trains = self._cursor, torch.is_grad_enabled()
-        if self.join is not None:
-            self.join.begin_forward(trains, self.trained.gradients_digest(), *given)
-            self.set_share(self.join.share)
-        if not trains:
+    def begin_forward(self, first: str | None) -> Cursor:
+        """A forward pass starts with unit ``first``. Returns what ``end_forward`` goes on with."""
+        before = self._cursor
+        if not torch.is_grad_enabled():
             self._cursor = self._begun("forward")
             self._pinned = frozenset(self.facts.pinned)
             # The backward pass of a step under way reads what is whole now.
@@ -202,37 +176,19 @@ class Runtime:
                 bucket.gradients.adopt()  # memory of what was thrown away is not kept
             return before
         self._peers_may_read, mode = True, self._mode()
-        if before.ended or self._follows:
+        if before.ended:
             self._cursor = self._begun(mode)
         elif not before.lists_forward(mode, first):
             before.improvise()
         return self._cursor
 
-    @property
-    def _follows(self) -> bool:
-        """Does this rank do what others send, since it has run out of data?"""
-        return self.join is not None and self.join.has_left
-
     def _begun(self, mode: Mode) -> Cursor:
-        script = () if self._follows else self.schedules.script(mode)
-        return Cursor(mode, script, self.policy.participates)
-
-    def set_share(self, share: Share) -> None:
-        """Let this rank's gradients count for ``share`` of the mean."""
-        for state in self.units.values():
-            for bucket in state.buckets:
-                bucket.gradients.set_share(share)
-
-    def follow(self, event: Event) -> None:
-        """Carry out what a rank does that has data."""
-        self._carry_out([event])
+        return Cursor(mode, self.schedules.script(mode), self.policy.participates)
 
     def end_forward(self, cursor: Cursor) -> None:
         """A forward pass is over: end the step, if no backward pass will."""
         if self._cursor.mode == "forward":
             self._cue(Cue(Op.END, "", Phase.FORWARD))
-            if self.join is not None:
-                self.join.send(Kind.END_FORWARD)
             self._fence("forward")
             self._finish(Phase.FORWARD, self.units.keys() - self._kept, keep=self._pinned)
             self.facts.pinned &= self._pinned
@@ -250,9 +206,6 @@ class Runtime:
         A pass that is ``recorded`` makes a graph, whose backward pass reads parameters before it
         comes to a unit; so units stay whole for it.
         """
-        if self.join is not None:
-            self.join.send(Kind.BACKWARD, self.facts.reduces, numbers=self.trained.has_gradient)
-        self.used_up.clear()
         self.facts.keeps_graph = self.facts.keeps_graph or recorded
         self.update_trained()  # gradients go to what is trained now, whatever it was before
         if self._cursor.mode == "forward" or self._cursor.ended:
@@ -285,18 +238,16 @@ class Runtime:
         self._carry_out(step.before)
         collected = [name for name, state in self.units.items() if state.collected]
         self._carry_out(reduces_left_over(facts, collected))
-        if self.join is not None:
-            self.join.end_backward(facts.reduces)
         used = self.trained.ask_used() if facts.reduces else None
         self._report(Event(*cue))
-        self._carry_out(step.after, sent=False)
+        self._carry_out(step.after)
         facts.keeps_graph = facts.keeps_graph and kept
         self._finish(Phase.BACKWARD, released(self.policy, facts, self.units))
         self.trained.end_backward(used)
         if used is not None and self.trained.buckets:  # every rank has answered
             self._peers_may_read = False
         if used is not None:
-            self.at_step_end(self.comm, () if self.join is None else self.join.left)
+            self.at_step_end(self.comm)
         self._learn()
 
     def _learn(self) -> None:
@@ -317,8 +268,7 @@ class Runtime:
         self.facts.forget_left()
         gathered = self.facts.gathered
         whole = [name for name in self.units if name in gathered]  # in one order on every rank
-        freed = [Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole]
-        self._carry_out(freed, sent=False)
+        self._carry_out([Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole])
         for name in [name for name in whole if name in gathered]:
             self.units[name].free(still_read=True)
         self._expire(self.units, steps_only)
@@ -363,8 +313,6 @@ class Runtime:
 
     def update_trained(self) -> None:
         """From now on those parameters are trained whose ``requires_grad`` is set now."""
-        if self.join is not None and (flags := self.trained.changed()):
-            self.join.send(Kind.REQUIRES_GRAD, numbers=lambda: flags)
         self.trained.update()
         if self.trained.units == self.facts.trained:
             return

@@ -18,7 +18,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ScheduleError
 from shardwise.memory.parameters import Bucket
 from shardwise.runtime.unit import UnitState
-from shardwise.torch_internals import disable_torch_function, get_grad
+from shardwise.torch_internals import disable_torch_function
 
 __all__ = ["Trained", "ask_used"]
 
@@ -32,7 +32,6 @@ class Trained:
     Attributes:
         buckets: those that take part in backward passes.
         units: the names of their units.
-        params: all parameters.
         used: per parameter of each bucket, did it get a gradient when they were last reduced?
     """
 
@@ -68,15 +67,6 @@ class Trained:
         with disable_torch_function():
             flags = [param.requires_grad for param in self.params]
         return flags if flags != self._flags else []
-
-    def has_gradient(self) -> list[bool]:
-        """Per parameter: has it a ``.grad``?"""
-        with disable_torch_function():
-            return [get_grad(param) is not None for param in self.params]
-
-    def gradients_digest(self) -> int:
-        """Of ``has_gradient``, equal on all ranks; 0 while gradients are not reduced."""
-        return 0 if self._unreduced else zlib.crc32(bytes(self.has_gradient()))
 
     def ask_used(self) -> Callable[[], list[bool]]:
         flags = [flag for bucket in self.buckets for flag in bucket.gradients.touched_flags()]
