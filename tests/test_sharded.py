@@ -128,6 +128,22 @@ def test_gradients_from_before_shard_are_kept_and_added_to(strategy: str) -> Non
     on_ranks(world, nets.decoder, rank)
 
 
+def test_ranks_stop_together() -> None:
+    """The loop of docs/step.md: all end it as soon as one has no batch."""
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[list[bool], int]:
+        sharded = sw.shard(model, comm=comm)
+        votes = [sharded.any(comm.rank == 1), sharded.all(comm.rank == 1)]
+        votes += [sharded.any(False), sharded.all(torch.tensor(True))]
+        batches, steps = (nets.decoder_batch(n, 2) for n in range(4 - comm.rank)), 0
+        while sharded.all((batch := next(batches, ())) != ()):
+            train(model, batch)
+            steps += 1
+        return votes, steps
+
+    assert on_ranks(3, nets.decoder, rank) == [([True, False, False, True], 2)] * 3
+
+
 # --- where the elements are ------------------------------------------------------------------
 
 

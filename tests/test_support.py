@@ -152,10 +152,6 @@ AXES: dict[str, dict[str, Value]] = {
         "Muon": Value("sw.optim.Muon", {}, of_handle(sw.optim.Muon, lr=0.01), 1e-2),
         "Adafactor": Value("torch.optim.Adafactor", {}, of_params(Adafactor)),
     },
-    "divergence": {
-        "error": Value("the default"),
-        "participate": Value('divergence="participate"', {"divergence": "participate"}),
-    },
     "buffers": {
         "local": Value("the default"),
         **{

@@ -37,10 +37,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tests/parity/test_wires.py",
         "tests/optim/test_grad_scaler.py",
     ),
-    "runtime": (  # steps; other branches; reads beside a unit; what stays gathered, or is loaded
+    "runtime": (  # steps; reads and writes beside a unit; what stays gathered, or is loaded
         "tests/parity/test_one_by_one.py",
         "tests/test_sharded.py",
-        "tests/test_uneven.py",
         "tests/memory/test_torch_functions.py",
         "tests/memory/test_residency.py",
         "tests/parity/test_offload.py",

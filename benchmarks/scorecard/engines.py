@@ -78,8 +78,7 @@ class FSDP2:
         mesh = init_device_mesh("cpu", (2,))
         names = units or [f"blocks.{n}" for n in range(len(model.get_submodule("blocks")))]  # type: ignore[arg-type]
         for module in [*map(model.get_submodule, names), model]:
-            sharded = fully_shard(module, mesh=mesh, **known)
-            sharded.set_reduce_scatter_unused_params("divergence" in options)
+            fully_shard(module, mesh=mesh, **known)
         return model
 
     @contextmanager

@@ -39,9 +39,9 @@ class Branches(Net):
         return out
 
 
-def branches(engine: Engine, skips: dict[int, int], **options: Any) -> Values:
+def branches(engine: Engine, skips: dict[int, int]) -> Values:
     """``skips``: rank → the block that it leaves out."""
-    model = engine.shard(seeded(Branches), **options)
+    model = engine.shard(seeded(Branches))
 
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         out: Tensor = model(batch(rank, step), skips.get(rank))
@@ -201,13 +201,11 @@ def interrupted(engine: Engine) -> Values:
     return train(engine, model)
 
 
-announced = partial(branches, divergence="participate")
 unregistered = partial(other_method, register=False)
 RANKS = ("rank [01]", r"blocks\.\d|head|step")
 CASES = (
-    Case("1", "one rank skips a branch, announced", partial(announced, skips={1: 1}), RANKS),
-    Case("1", "one rank skips a branch, unannounced", partial(branches, skips={1: 1}), RANKS),
-    Case("2", "each rank uses another branch", partial(announced, skips={0: 0, 1: 1}), RANKS),
+    Case("1", "one rank skips a branch", partial(branches, skips={1: 1}), RANKS),
+    Case("2", "each rank uses another branch", partial(branches, skips={0: 0, 1: 1}), RANKS),
     Case("3", "one rank has less data", uneven, RANKS),
     Case("4", "one rank is slower than the timeout", stalled, RANKS, timeout=TIMEOUT),
     Case("4", "one rank fails", failed, RANKS),

@@ -47,7 +47,6 @@ def shard(
     load_later: frozenset[Tensor] = frozenset(),
     ignored: Ignored = (),
     buffers: Literal["local", "broadcast", "average"] = "local",
-    divergence: Literal["error", "participate"] = "error",
     activation_checkpointing: bool | ActivationCheckpointing = False,
     compile: bool | str = False,  # noqa: A002
     mesh: Ranks | tuple[int, int] | None = None,

@@ -43,9 +43,6 @@ class Options:
         ignored: modules, parameters, or their names, that are left alone: whole and plain on each
             rank, in no unit, with this rank's gradients.
         buffers: ``"local"``, ``"broadcast"`` or ``"average"`` (see ``runtime.buffers``).
-        divergence: what a rank does when others call units that it does not: ``"error"``, or
-            ``"participate"`` (strategies that free units after each use then need every rank to
-            call them in the order of registration).
         activation_checkpointing: recompute units in the backward pass: ``True``: those of repeated
             classes, or an ``ActivationCheckpointing``.
         compile: compile each unit's forward: ``True``: by the backend of the device's row, or a
@@ -68,7 +65,6 @@ class Options:
     load_later: frozenset[Tensor] = frozenset()
     ignored: Ignored = ()
     buffers: Literal["local", "broadcast", "average"] = "local"
-    divergence: Literal["error", "participate"] = "error"
     activation_checkpointing: bool | ActivationCheckpointing = False
     compile: bool | str = False
     mesh: Ranks | tuple[int, int] | None = None

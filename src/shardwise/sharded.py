@@ -117,8 +117,6 @@ class Sharded:
         unit_names, precision = self.units.unit_names, self.options.precision
         policy = policy_of([bucket.spec for bucket in self.buckets], self.options.prefetch)
         first = order.guess(self.model, unit_names)
-        participates = self.options.divergence == "participate" and self.comm.size > 1
-        policy = replace(policy, participates=participates)
         self.runtime = Runtime(states, self.comm, policy, precision, first)
         self.runtime.at_step_end = partial(sync_buffers, self.model, self.options.buffers)
         self._hooks = Hooks(self.model, unit_names, self.runtime, precision)

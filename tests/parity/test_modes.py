@@ -68,7 +68,6 @@ MODES = {
     "everything prefetched": prefetch(forward=FAR, backward=FAR),
     "prefetch after a unit's backward": prefetch(when="post"),
     "one gather in flight": prefetch(forward=FAR, backward=FAR, limit=1),
-    "ranks may skip units": option(divergence="participate"),
     "units recomputed": option(activation_checkpointing=True),
     "units recomputed, a bucket per parameter": option(
         activation_checkpointing=True, bucketing="none"

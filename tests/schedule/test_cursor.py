@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from itertools import product
-
-import pytest
-
-from shardwise.errors import ScheduleError
 from shardwise.schedule.cursor import Cursor, Step, steps
 from shardwise.schedule.events import Cue, Event, Op, Order, Phase, Policy, UnitBytes, events
-from shardwise.schedule.improvise import Facts, is_due
 from shardwise.setup.order import mirror
 from shardwise.strategies import placement_of
 from tests.schedule.test_events import everywhere, layers, listed
@@ -108,118 +100,6 @@ def test_no_order_is_learnt_from_a_step_that_follows_or_from_a_backward_pass_alo
         follows.match(cue)
     second.match(enter("c", Phase.BACKWARD))
     assert [follows.changed_order(), second.changed_order()] == [None, None]
-
-
-# ---- ranks that do not call the same units -------------------------------------------------------
-
-
-class Rank:
-    """Plays calls of units, and back again, as the runtime does; keeps what it carries out."""
-
-    def __init__(self, strategy: str, mode: str, forward: tuple[Cue, ...] = FORWARD) -> None:
-        self.policy = replace(
-            Policy(everywhere(placement_of(strategy)), participates=True),
-            reduces=mode != "accumulate",
-        )
-        order = Order(forward) if mode == "forward" else Order(forward, mirror(forward))
-        nbytes = {unit: UnitBytes(100, 100) for unit in "abc"}
-        self.listed = events(order, self.policy, nbytes)
-        self.cursor = Cursor(mode, steps(self.listed), participates=True)
-        self.facts, self.carried_out = Facts(), list[Event]()
-
-    def play(self, calls: str, mode: str, side_by_side: bool) -> None:
-        for unit in calls:
-            self.cue(enter(unit))
-            self.cue(leave(unit))
-        back = "" if mode == "forward" else calls[::-1]
-        for unit in back:
-            self.cue(enter(unit, Phase.BACKWARD))
-            if not side_by_side:
-                self.cue(leave(unit, Phase.BACKWARD))
-        for unit in back[::-1] if side_by_side else "":
-            self.cue(leave(unit, Phase.BACKWARD))
-        self.cue(END._replace(phase=Phase.FORWARD) if mode == "forward" else END)
-
-    def cue(self, cue: Cue) -> None:
-        calls = self.facts.forward if cue.phase is Phase.FORWARD else self.facts.backward
-        enters = cue.op is Op.ENTER and self.policy.gathers(cue.unit)
-        needed = enters and cue.unit not in self.facts.gathered
-        calls[cue.unit] -= cue.op is Op.EXIT
-        step = self.cursor.match(cue, needed)
-        assert step is not None
-        for event in (*step.before, Event(*cue), *step.after):
-            if event.op in (Op.ENTER, Op.EXIT, Op.END):
-                self.carried_out.append(event)
-            elif is_due(event, self.facts):
-                self.facts.note(event)
-                self.carried_out.append(event)
-        assert cue.unit in self.facts.gathered or not needed
-        calls[cue.unit] += cue.op is Op.ENTER
-
-
-def sent(listed: Iterable[Event]) -> list[tuple[Op, str]]:
-    """What all ranks have to do in one order."""
-    collective = (Op.GATHER, Op.REDUCE, Op.SETTLE)
-    return [(event.op, event.unit) for event in listed if event.op in collective]
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
-def test_a_rank_that_calls_what_is_listed_carries_out_exactly_that(strategy: str) -> None:
-    for mode, calls in product(("train", "accumulate", "forward"), ("abc", "aba")):
-        forward = tuple(cue for unit in calls for cue in (enter(unit), leave(unit)))
-        rank = Rank(strategy, mode, forward)
-        rank.play(calls, mode, side_by_side=False)
-        assert [event[:3] for event in rank.carried_out] == [event[:3] for event in rank.listed]
-
-
-CALLS = ["".join(calls) for n in range(4) for calls in product("abc", repeat=n)]
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
-def test_whatever_a_rank_calls_it_carries_out_what_the_schedule_lists(strategy: str) -> None:
-    for mode, calls, side_by_side in product(("train", "accumulate", "forward"), CALLS, (0, 1)):
-        rank = Rank(strategy, mode)
-        if strategy == "full_shard" and list(calls) != sorted(calls):
-            with pytest.raises(ScheduleError, match="after its last place in the order of units"):
-                rank.play(calls, mode, bool(side_by_side))
-            continue
-        rank.play(calls, mode, bool(side_by_side))
-        assert sent(rank.carried_out) == sent(rank.listed), calls
-        back = [event[:2] for event in rank.carried_out if event.phase is Phase.BACKWARD]
-        computed = Op.ENTER if side_by_side else Op.EXIT  # when all gradients have come
-        for unit in set(calls) if mode == "train" else ():
-            reduced = back.index((Op.REDUCE, unit))
-            assert back[:reduced].count((computed, unit)) == calls.count(unit)
-            exited = len(back) - back[::-1].index((Op.EXIT, unit))
-            assert strategy != "full_shard" or (Op.FREE, unit) in back[exited - 1 :]
-
-
-def test_a_unit_that_is_whole_may_be_called_again_at_any_place() -> None:
-    cursor = Cursor("train", script(), participates=True)
-    taken = [cursor.match(cue) for cue in (enter("a"), leave("a"), enter("a"), leave("a"))]
-    assert [step and (*step.before, *step.after) for step in taken[1:]] == [(), (), ()]
-    assert not cursor.improvised
-    step = cursor.match(enter("b"), needed=True)
-    assert step is not None
-    assert [event.op for event in step.before] == [Op.FREE, Op.GATHER]  # a's and c's
-
-
-def test_who_participates_goes_on_with_its_schedule_in_another_forward_pass() -> None:
-    cursor = Cursor("train", script(), participates=True)
-    for cue in FORWARD:
-        cursor.match(cue)
-    asked = [("train", "a"), ("train", None), ("accumulate", "a")]
-    assert [cursor.lists_forward(*one) for one in asked] == [True, True, False]
-
-
-def test_who_participates_learns_no_order_and_recomputes_no_unit_that_is_not_gathered() -> None:
-    cursor = Cursor("train", script(), participates=True)
-    with pytest.raises(ScheduleError, match="unit 'b' is recomputed before its place in the order"):
-        cursor.check_recomputed("b")
-    cursor.improvise()
-    cursor.check_recomputed("b")
-    assert cursor.match(enter("c")) is None
-    assert cursor.changed_order() is None
 
 
 def test_a_unit_is_owed_as_many_backward_passes_as_it_was_entered() -> None:

@@ -376,18 +376,10 @@ def test_a_forward_pass_alone_ends_with_everything_free() -> None:
         assert gathered == set()
 
 
-@pytest.mark.parametrize(
-    ("order", "participates"),
-    [(layers(2), True), (Order(layers(2).forward), False), (Order(layers(2).forward), True)],
-)
-def test_a_unit_that_may_be_called_again_in_the_forward_pass_is_kept_to_its_end(
-    order: Order, participates: bool
-) -> None:
-    policy = Policy(everywhere(ZERO2))
-    found = listed(order, replace(policy, participates=True) if participates else policy)
-    ops = [event.op for event in found]
-    kept = participates and not order.backward
-    assert (Op.FREE in ops[ops.index(Op.END) :]) is kept
+@pytest.mark.parametrize("order", [layers(2), Order(layers(2).forward)])
+def test_a_unit_goes_in_the_pass_of_its_last_use(order: Order) -> None:
+    ops = [event.op for event in listed(order, Policy(everywhere(ZERO2)))]
+    assert Op.FREE not in ops[ops.index(Op.END) :]
 
 
 @pytest.mark.parametrize("placement", [FULL, ZERO2, ZERO1, DDP])

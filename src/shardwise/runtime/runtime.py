@@ -99,8 +99,6 @@ class Runtime:
             if listed:
                 self._cue(Cue(Op.ENTER, unit, phase))
             else:
-                if self._is_missing(unit):
-                    self._cursor.check_recomputed(unit)
                 self.serve(unit, Phase.BACKWARD, "recomputed")
         finally:  # not before: the cue may bring what frees the unit after an earlier call
             calls = self.facts.forward if phase is Phase.FORWARD else self.facts.backward
@@ -119,11 +117,8 @@ class Runtime:
             self._carry_out(self.policy.gathering(unit, phase, reason))
         self.units[unit].ready()
 
-    def _is_missing(self, unit: str) -> bool:
-        return unit not in self.facts.gathered and self.policy.gathers(unit)
-
     def _cue(self, cue: Cue) -> None:
-        step = self._cursor.match(cue, cue.op is Op.ENTER and self._is_missing(cue.unit))
+        step = self._cursor.match(cue)
         if step is None:
             step = self._improvised(cue)
         if step.before:
@@ -183,7 +178,7 @@ class Runtime:
         return self._cursor
 
     def _begun(self, mode: Mode) -> Cursor:
-        return Cursor(mode, self.schedules.script(mode), self.policy.participates)
+        return Cursor(mode, self.schedules.script(mode))
 
     def end_forward(self, cursor: Cursor) -> None:
         """A forward pass is over: end the step, if no backward pass will."""
@@ -251,7 +246,7 @@ class Runtime:
         self._learn()
 
     def _learn(self) -> None:
-        """What really happened is the order of the next step, but where ranks may differ."""
+        """What really happened is the order of the next step."""
         self._cursor.ended = True
         cursor, logs = self._cursor, self.comm.rank == 0
         self.schedules.learn(cursor.mode, cursor.changed_order(), logs)

@@ -154,7 +154,6 @@ class Policy:
     loads: frozenset[str] = frozenset()  # units whose shards are in host memory
     reloads: frozenset[str] = frozenset()  # of them, those of which the device keeps nothing
     stores: frozenset[str] = frozenset()  # units whose gradients go to host memory
-    participates: bool = False  # ranks may call other units, or a unit more than once
 
     def gathers(self, unit: str) -> bool:
         """Is the unit at rest something else than what it computes with?"""
@@ -340,8 +339,7 @@ def _releases(writer: _Writer, position: int, cue: Cue) -> bool:
     if placement.resident:
         return False
     if not placement.frees:
-        may_return = policy.participates and cue.phase is Phase.FORWARD
-        return policy.reduces and writer.next_use[position] is None and not may_return
+        return policy.reduces and writer.next_use[position] is None
     return not _comes_next(writer, position)
 
 
