@@ -44,6 +44,18 @@ def test_the_bytes_of_a_recipes_model_by_strategy(capsys: pytest.CaptureFixture[
     assert "Decoder, 3,541,248 parameters" in text or "Decoder, " in text
 
 
+def test_both_ways_to_accumulate_are_beside_the_strategies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("memory", RECIPE, "--ranks", "8", "--accumulation", "4")
+    *_, full_shard = json.loads(explain(capsys, *options, "--json"))
+    assert full_shard["sent_each"] == 4 * full_shard["sent"] > full_shard["sent_once"]
+    assert full_shard["gradients_once"] > 7 * full_shard["gradients_each"]
+    text = explain(capsys, *options)
+    assert "4 micro-batches in a step: gradients reduced after each, or once" in text
+    assert "sharding.sync_each_micro_batch: true" in text
+
+
 FINE_TUNING = """\
 model: {from: HUB, quantization: {bits: 4}}
 adapter: {rank: 8}

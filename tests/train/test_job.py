@@ -107,6 +107,25 @@ def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
         assert found == pytest.approx(wanted, rel=2e-5)
 
 
+@pytest.mark.parametrize(("asked", "reduces"), [("false", 1), ("true", 6)])
+def test_a_recipe_chooses_whether_each_micro_batch_is_reduced(
+    tmp_path: Path, usual: Losses, asked: str, reduces: int
+) -> None:
+    overrides = "batch.micro=1", f"sharding.sync_each_micro_batch={asked}"
+    recipe = tiny_recipe(tmp_path, *overrides)
+    assert np.allclose(run(recipe, 2), usual, rtol=2e-5)
+
+    def count(comm: Comm) -> tuple[int, int]:
+        job = build(recipe, comm, ROWS, VOCABULARY)
+        comm.counters.reset()
+        job.forward_backward(0)
+        trained = sum(bucket.spec.trainable for bucket in job.sharded.buckets)
+        return comm.counters.calls["reduce"], trained
+
+    for calls, trained in threads.run(2, count):
+        assert calls == reduces * trained
+
+
 @pytest.mark.parametrize(("micro", "world"), [(1, 1), (6, 2), (2, 3)])
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_loss_is_the_mean_over_all_tokens_that_are_trained_on(

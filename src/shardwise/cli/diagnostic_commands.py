@@ -162,6 +162,12 @@ Examples:
 @click.option("--strategy", help="Of `step`.  [default: a recipe's, or full_shard]")
 @click.option("--optimizer", type=OPTIMIZERS, help="[default: a recipe's, or adamw]")
 @click.option("--offload", type=OFFLOADS, multiple=True, help="What is in host memory.")
+@click.option(
+    "--accumulation",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of `memory`: N micro-batches in a step, gradients reduced after each or once.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the table of `memory` as JSON.")
 def explain(word: str | None, model: str | None, **options: Any) -> None:
     """The command; its help is ``EXPLAIN``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
+from itertools import zip_longest
 from math import prod
 from textwrap import wrap
 from typing import Any
@@ -14,7 +15,8 @@ import click
 from shardwise.cli.models import Named, named_model
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
-from shardwise.explain.memory import Kept, table_of
+from shardwise.explain.accumulation import Accumulated, accumulated
+from shardwise.explain.memory import Kept, blueprints, table_of
 from shardwise.explain.words import Word, find, words
 from shardwise.offload import Offload
 from shardwise.printed import size
@@ -34,6 +36,7 @@ class About:
     strategy: str | None = None
     optimizer: str | None = None
     offload: tuple[str, ...] = ()
+    accumulation: int | None = None  # micro-batches of a step
     as_json: bool = False
 
     def of(self, named: Named) -> tuple[str, dict[str, Any]]:
@@ -88,9 +91,18 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
     optimizer, arguments = about.of(named)
     del arguments["strategy"]  # each has a row
     ranks, offloads = about.world(arguments["mesh"]), any(astuple(arguments["offload"]))
-    rows = table_of(named.model, (0, ranks), optimizer, **arguments)
+    rows, ways = table_of(named.model, (0, ranks), optimizer, **arguments), list[Accumulated]()
+    if about.accumulation:
+        drawn = blueprints(named.model, (0, ranks), **arguments)
+        ways = [accumulated(named.model, blueprint, about.accumulation) for blueprint in drawn]
     if about.as_json:
-        yield json.dumps([asdict(row) | {"between_steps": row.between_steps} for row in rows])
+        both = zip_longest(rows, ways)
+        yield json.dumps(
+            [
+                asdict(row) | {"between_steps": row.between_steps} | (asdict(way) if way else {})
+                for row, way in both
+            ]
+        )
         return
     numel = sum(param.numel() for param in named.model.parameters())
     yield (
@@ -109,6 +121,20 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
         yield "in host    what lies in host memory instead; the columns before it are of the device"
     yield "gathered   full parameters at most at a time within a step, besides"
     yield "gathers    all-gathers in the forward + backward pass; reduces: reduce-scatters"
+    if about.accumulation:
+        yield from _ways(ways, about.accumulation)
+
+
+def _ways(ways: list[Accumulated], micro_batches: int) -> Iterator[str]:
+    yield ""
+    yield f"{micro_batches} micro-batches in a step: gradients reduced after each, or once"
+    yield ""
+    head = ["strategy", "sent: each", "once", "gradients: each", "once"]
+    yield from table([[way.strategy, *map(size, astuple(way)[1:])] for way in ways], head)
+    yield ""
+    yield "sent       by this rank in the step; gradients: what lies there between micro-batches"
+    yield "each       sharded.accumulate(last=True), sharding.sync_each_micro_batch: true"
+    yield "once       sharded.accumulate(last=False) up to the last one, the default of recipes"
 
 
 def _row(row: Kept, offloads: bool) -> list[str]:

@@ -7,7 +7,7 @@ parameter, knows neither frozen parameters nor padding nor uneven shards.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardwise.setup import order
 from shardwise.strategies import PRESETS, STRATEGIES, placement_of
 from shardwise.tracing.blueprint import Blueprint, draw, mesh_of
 
-__all__ = ["OPTIMIZERS", "Kept", "kept", "table_of"]
+__all__ = ["OPTIMIZERS", "Kept", "blueprints", "kept", "table_of"]
 
 OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 """Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
@@ -74,16 +74,26 @@ def table_of(
     residency: int = 0,
     **options: Any,
 ) -> list[Kept]:
-    """One row for each strategy, for rank ``ranks[0]`` of ``ranks[1]``; hybrids need a ``mesh``.
+    """One row for each strategy; the arguments are those of ``blueprints``."""
+    drawn = blueprints(model, ranks, mesh, residency, **options)
+    return [kept(model, blueprint, optimizer) for blueprint in drawn]
+
+
+def blueprints(
+    model: nn.Module,
+    ranks: tuple[int, int],
+    mesh: tuple[int, int] | None = None,
+    residency: int = 0,
+    **options: Any,
+) -> Iterator[Blueprint]:
+    """One for each strategy, for rank ``ranks[0]`` of ``ranks[1]``; hybrids need a ``mesh``.
 
     ``mesh`` and ``residency`` are those of the strategies that can use them.
     """
-    rows = []
     for strategy in PRESETS if mesh else STRATEGIES:
         options["mesh"] = mesh_of(strategy, mesh)
         options["residency"] = 0 if placement_of(strategy).resident else residency
-        rows.append(kept(model, draw(model, strategy, ranks=ranks, **options), optimizer))
-    return rows
+        yield draw(model, strategy, ranks=ranks, **options)
 
 
 def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Kept:

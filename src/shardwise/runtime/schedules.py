@@ -63,7 +63,7 @@ class Schedules:
         self, mode: Mode, placements: Mapping[str, Placement] | None = None
     ) -> tuple[Event, ...]:
         """The schedule of ``mode``, as it stands now; or with other ``placements``."""
-        policy = self._policy_of(mode)
+        policy = self._policy.of_mode(mode)
         if placements is not None:
             policy = replace(policy, placements=placements)
         return events(self.orders[mode], policy, self.nbytes())
@@ -97,13 +97,3 @@ class Schedules:
                     mode,
                 )
         self.ran.add(mode)
-
-    def _policy_of(self, mode: Mode) -> Policy:
-        stay = frozenset(n for n in self._units if not self._policy.placements[n].frees)
-        gathered = stay if mode == "last" else frozenset[str]()
-        return replace(
-            self._policy,
-            reduces=mode != "accumulate",
-            gathered_at_start=gathered,
-            updates=mode != "last",
-        )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -154,6 +154,16 @@ class Policy:
     loads: frozenset[str] = frozenset()  # units whose shards are in host memory
     reloads: frozenset[str] = frozenset()  # of them, those of which the device keeps nothing
     stores: frozenset[str] = frozenset()  # units whose gradients go to host memory
+
+    def of_mode(self, mode: Mode) -> Policy:
+        """The same for one mode of a step."""
+        stay = frozenset(unit for unit, placement in self.placements.items() if not placement.frees)
+        return replace(
+            self,
+            reduces=mode != "accumulate",
+            gathered_at_start=stay if mode == "last" else frozenset[str](),
+            updates=mode != "last",
+        )
 
     def gathers(self, unit: str) -> bool:
         """Is the unit at rest something else than what it computes with?"""

@@ -23,7 +23,7 @@ from shardwise.memory.residency import with_residency
 from shardwise.memory.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.options import Options
 from shardwise.printed import Schedule
-from shardwise.schedule.events import Event, Order, Policy, Prefetch, UnitBytes, events
+from shardwise.schedule.events import Event, Mode, Order, Policy, Prefetch, UnitBytes, events
 from shardwise.schedule.placement import Placement
 from shardwise.strategies import placement_of
 from shardwise.units.units import Units, choose_units
@@ -91,18 +91,21 @@ class Blueprint:
         trained = {name: [s for s in specs if s.trainable] for name, specs in self.specs.items()}
         return {name: bytes_of(specs, trained[name]) for name, specs in self.specs.items()}
 
-    def events(self, order: Order, prefetch: Prefetch | None = None) -> tuple[Event, ...]:
+    def events(
+        self, order: Order, prefetch: Prefetch | None = None, mode: Mode = "train"
+    ) -> tuple[Event, ...]:
         """One training step; ``prefetch`` stands for that of the options."""
-        policy = replace(self.policy, prefetch=prefetch or self.policy.prefetch)
+        policy = replace(self.policy.of_mode(mode), prefetch=prefetch or self.policy.prefetch)
         return events(order, policy, self.nbytes)
 
-    def schedule(self, order: Order) -> Schedule:
+    def schedule(self, order: Order, mode: Mode = "train") -> Schedule:
         """One training step, to be printed."""
         shape = f" ({self.shape})" if self.shape else ""
         name = self.placement.name + shape + self.options.offload.words
         placements = dict.fromkeys(self.specs, self.placement)
-        plain = events(order, replace(self.policy, placements=placements), self.nbytes)
-        step = (self.events(order), self.nbytes, name, "train", self.world)
+        policy = replace(self.policy.of_mode(mode), placements=placements)
+        plain = events(order, policy, self.nbytes)
+        step = (self.events(order, mode=mode), self.nbytes, name, mode, self.world)
         return Schedule(*step, self.buckets, plain, self.options.buffers)
 
 

@@ -57,7 +57,8 @@ class Job:
         targets = self._targets(step, micro_batches) or 1
         rank_loss = torch.zeros((), device=self.sharded.comm.device)
         for number, batch in enumerate(micro_batches, start=1):
-            with self.sharded.accumulate(last=number == len(micro_batches)):
+            is_last = number == len(micro_batches)
+            with self.sharded.accumulate(is_last or self.recipe.sharding.sync_each_micro_batch):
                 loss = self._loss(batch) / targets
                 # The engine averages over ranks, and the ranks' losses are to be summed.
                 self.scaler.scale(loss * self.sharded.comm.size).backward()

@@ -57,6 +57,7 @@ _WORDS = {
     "fsdp_transformer_layer_cls_to_wrap min_num_params fsdp_min_num_params",
     "sharding.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute "
     "checkpoint_activations grad_checkpointing activation_recompute",
+    "sharding.sync_each_micro_batch": "sync_each_batch no_sync",
     "sharding.prefetch.forward": "forward_prefetch",
     "sharding.prefetch.when": "backward_prefetch",
     "sharding.prefetch.limit": "limit_all_gathers",

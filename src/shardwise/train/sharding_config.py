@@ -94,6 +94,9 @@ class ShardingConfig(Section):
     residency: int = Field(
         0, ge=0, description="bytes of full buckets that stay gathered, frozen ones first"
     )
+    sync_each_micro_batch: bool = Field(
+        False, description="reduce gradients after each micro-batch, not once per step"
+    )
     offload: tuple[Offloaded, ...] = Field((), description="kept in host memory")
     prefetch: PrefetchConfig = Field(PrefetchConfig(), description="how far ahead")
     precision: Annotated[PrecisionConfig, BeforeValidator(_short_precision)] = Field(
