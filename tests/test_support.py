@@ -3,8 +3,7 @@
 A plain run of the suite takes as many combinations as show every value, ``make prove`` every three
 of the first seven axes together, and every two of all. A combination trains as ``no_shard`` does
 with the same precision, optimizer and policy for buffers and defaults for the rest, which
-trains as a plain process does; with 8-bit gathers as its strategy does with defaults. Or it is
-refused, with the sentence of the table.
+trains as a plain process does. Or it is refused, with the sentence of the table.
 
 ``python -m tests.test_support`` writes the page anew.
 """
@@ -117,9 +116,6 @@ AXES: dict[str, dict[str, Value]] = {
         ),
         "fp16": Value(
             "sw.Precision(compute=torch.float16)", in_precision(compute=FP16), None, 2e-2
-        ),
-        "int8 gathers": Value(
-            "sw.Precision(gather_wire=torch.int8)", in_precision(gather_wire=torch.int8)
         ),
     },
     "checkpointing": {
@@ -341,8 +337,6 @@ def test_a_combination_trains_or_is_refused(combination: Combination) -> None:
             trained(combination, ranks)
         return
     kept = {"precision", "optimizer", "buffers"}
-    if "int8 gathers" in combination:  # its blocks are those of the layout
-        kept |= {"strategy", "bucketing"}
     part = [(axis, combination[axis]) for axis, name in enumerate(AXES) if name in kept]
     expected = alone(tuple(part), ranks)
     tolerance = max(value.tolerance for value in values)

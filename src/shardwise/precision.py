@@ -38,8 +38,6 @@ class Precision:
         compute: gathered parameters and floating-point inputs (see ``cast_forward_inputs``).
         wire: gradients on their way to the rank that sums them; ``None`` = as computed.
             ``torch.int8`` and ``torch.float8_e4m3fn`` travel in blocks (see ``comm.codec``).
-        gather_wire: one of these two, for parameters on their way into a gathered bucket; each
-            rank computes with what was sent, and updates what it has stored.
         sum: the dtype sums are formed in; ``None`` = as stored.
         buffers: floating-point buffers, cast once at the start.
         output: floating-point outputs of the model.
@@ -57,7 +55,6 @@ class Precision:
     stored: torch.dtype | None = None
     compute: torch.dtype | None = None
     wire: torch.dtype | None = None
-    gather_wire: torch.dtype | None = None
     sum: torch.dtype | None = None
     buffers: torch.dtype | None = None
     output: torch.dtype | None = None
@@ -66,11 +63,6 @@ class Precision:
     keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.gather_wire is not None and self.gather_wire not in QUANTISED:
-            raise ConfigError(
-                f"precision.gather_wire is {self.gather_wire}; it can be torch.int8 or "
-                "torch.float8_e4m3fn. Otherwise parameters are sent in the compute dtype."
-            )
         if isinstance(self.keep, str):
             raise ConfigError(f"precision.keep is a string; write ({self.keep!r},), a tuple.")
         if self.keep and self.compute is None:
@@ -86,7 +78,7 @@ class Precision:
         """
         known = row(device).dtypes
         for name, dtype in vars(self).items():
-            if name in ("wire", "gather_wire") and dtype in QUANTISED:
+            if name == "wire" and dtype in QUANTISED:
                 continue
             if isinstance(dtype, torch.dtype) and dtype not in known:
                 raise ConfigError(
@@ -134,7 +126,7 @@ class Precision:
         stored = self.stored if self.stored is not None and trainable else dtype
         compute = self.compute or stored
         wire, summed = self.wire or compute, self.sum or stored
-        return Dtypes(stored, compute, wire, summed, self.gather_wire)
+        return Dtypes(stored, compute, wire, summed)
 
     def reduction(self, dtypes: Dtypes, world: int) -> Reduction:
         """How gradients of these dtypes are averaged over ``world`` ranks."""
@@ -159,7 +151,6 @@ class Dtypes:
     compute: torch.dtype
     wire: torch.dtype
     sum: torch.dtype
-    gather_wire: torch.dtype | None = None  # ``None``: as computed
 
     @property
     def collected(self) -> torch.dtype:

@@ -160,8 +160,6 @@ class Layouts:
     def _kind(self, spec: BucketSpec) -> str:
         dtypes = spec.dtypes
         parts = [f"stored {dtype_name(dtypes.stored)}", f"computed in {dtype_name(dtypes.compute)}"]
-        if (codec := spec.gather_codec) is not None:
-            parts += [f"gathered in {dtype_name(codec.dtype)} blocks"]
         if spec.trainable:
             parts += [f"gradients sent in {dtype_name(dtypes.wire)}"]
             parts += [f"summed in {dtype_name(dtypes.sum)}", f"mean by {spec.reduction.how}"]

@@ -42,7 +42,9 @@ _OPTIONS = {
     "that is precision=sw.Precision(wire=…) here, with sum=… for the sums": (
         "reduce_dtype communication_data_type"
     ),
-    "that is precision=sw.Precision(gather_wire=torch.int8) here": "zero_quantized_weights",
+    "parameters are gathered in the dtype of sw.Precision(compute=…) here": (
+        "zero_quantized_weights gather_wire"
+    ),
     "that is precision=sw.Precision(wire=torch.int8) here": "zero_quantized_gradients",
     "that is precision=sw.Precision(buffers=…) here": "buffer_dtype",
     "that is precision=sw.Precision(output=…) here": "output_dtype",

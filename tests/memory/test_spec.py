@@ -270,18 +270,12 @@ def test_what_is_frozen_is_kept_where_full_buckets_stay_and_off_the_host_but_for
     assert of(ZERO1, NOT_KEPT) == {(False, False, True), (True, False, True)}
 
 
-ENCODED = Options(precision=sw.Precision(compute=torch.bfloat16, gather_wire=torch.int8))
-ENCODED_IN_HOST = replace(ENCODED, offload=sw.Offload(optimizer=True))
 STAGED: dict[str, tuple[Placement, Options, torch.dtype | None]] = {
     "nothing": (FULL, Options(), None),
-    "nothing where it is encoded at once": (FULL, ENCODED, None),
     "nothing where it lasts in the full bucket": (ZERO1, IN_HOST, None),
     "nothing where it is loaded into the full bucket": (FULL, NOT_KEPT, None),
     "what was loaded": (FULL, replace(BF16, offload=sw.Offload(optimizer=True)), torch.bfloat16),
-    "what is encoded next": (FULL, ENCODED_IN_HOST, torch.float32),
-    "what is encoded next, though it lasts": (ZERO1, ENCODED_IN_HOST, torch.float32),
     "the pieces of copies": (PIECES, Options(), torch.float32),
-    "the pieces of copies, encoded": (PIECES, ENCODED, torch.bfloat16),
 }
 
 
@@ -292,18 +286,6 @@ def test_what_is_sent_is_kept_beside_the_full_bucket(name: str) -> None:
     mesh = Mesh(FakeComm(0, 2), FakeComm(0, copies))
     for spec in specs_of(choose_units(decoder())[0], options, mesh, placement, HOST):
         assert spec.staged is dtype
-        assert (spec.gather_codec is None) is (options.precision.gather_wire is None)
-
-
-def test_one_rank_alone_encodes_nothing() -> None:
-    assert all(spec.gather_codec is None for spec in specs(decoder(), 0, 1, FULL, ENCODED))
-
-
-def test_blocks_over_memory_that_ranks_share_are_refused() -> None:
-    with pytest.raises(
-        sw.ConfigError, match=r"gather_wire is torch\.int8, and 2 ranks map the same"
-    ):
-        specs_of(choose_units(decoder())[0], ENCODED, Mesh.of(sharing(0, 2), True), FULL, HOST)
 
 
 def test_an_optimizers_blocks_are_atoms_of_what_it_steps() -> None:

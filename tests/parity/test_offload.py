@@ -81,17 +81,6 @@ def test_training_is_bit_identical_wherever_things_are_kept(
     assert all(equal(one, other) for one, other in zip(*states, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_full", "zero1"])
-def test_what_is_encoded_to_be_gathered_is_what_is_stored(strategy: str) -> None:
-    dtypes = sw.Precision(compute=torch.bfloat16, gather_wire=torch.int8)
-    of = partial(on_ranks, world_of(strategy), nets.decoder)
-    options: dict[str, Any] = {"strategy": strategy, "make": adamw, "precision": dtypes}
-    expected = of(partial(run, **options))
-    for offload in (sw.Offload(optimizer=True), ALL):
-        states = of(partial(run, offload=offload, **options))
-        assert all(equal(one, other) for one, other in zip(expected, states, strict=True))
-
-
 @pytest.mark.parametrize("offload", [sw.Offload(optimizer=True), ALL], ids=str)
 def test_ranks_that_share_memory_train_alike(offload: sw.Offload) -> None:
     models = [seeded(nets.decoder) for _ in range(4)]

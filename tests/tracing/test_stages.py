@@ -136,11 +136,11 @@ EVERYTHING = sw.Offload(parameters=True, gradients=True, optimizer=True)
 @pytest.mark.parametrize(
     "options",
     [
-        {"precision": sw.Precision(wire=INT8, gather_wire=torch.float8_e4m3fn)},
-        {"precision": sw.Precision(compute=BF16, wire=INT8, gather_wire=INT8)},
+        {"precision": sw.Precision(wire=torch.float8_e4m3fn)},
+        {"precision": sw.Precision(compute=BF16, wire=INT8)},
         {"offload": EVERYTHING},
         {"offload": sw.Offload(optimizer=True), "precision": sw.Precision(compute=BF16)},
-        {"offload": EVERYTHING, "precision": sw.Precision(compute=BF16, gather_wire=INT8)},
+        {"offload": EVERYTHING, "precision": sw.Precision(compute=BF16, wire=INT8)},
     ],
     ids=["8-bit", "8-bit, bf16", "offload", "optimizer in host memory", "all of them"],
 )
@@ -163,7 +163,7 @@ def test_units_that_stay_gathered_have_no_line() -> None:
 
 
 def test_lines_of_blocks_and_of_host_memory_say_what_they_copy_and_send() -> None:
-    precision = sw.Precision(wire=INT8, gather_wire=INT8)
+    precision = sw.Precision(wire=INT8)
     inputs = torch.ones(1, WIDTH)
     traced = sw.trace(two_layers(), inputs, precision=precision, offload=EVERYTHING)
     forward, backward = (program.text for program in (traced.forward, traced.backward))
@@ -171,8 +171,7 @@ def test_lines_of_blocks_and_of_host_memory_say_what_they_copy_and_send() -> Non
     assert "0.weight[0:2048]; in host memory" in forward
     assert "load_impl(comm, shard_0, torch.float32)" in forward
     assert "to the device, 8.0 KiB: nothing of it is kept" in forward
-    assert "all_gather_encoded_impl(comm, loaded_0, '0', torch.int8, torch.float32)" in forward
-    assert "16.0 KiB, sends 2.0 KiB: first use" in forward
+    assert "16.0 KiB, sends 8.0 KiB: first use" in forward
     assert "reduce_scatter_impl(comm, grads_0, '0', torch.float32, torch.int8)" in backward
     assert "from the device, 8.0 KiB: the optimizer may run next" in backward
 

@@ -59,7 +59,7 @@ def test_an_infinite_rate_is_refused() -> None:
 
 def test_bf16_is_short_for_computing_in_bfloat16() -> None:
     precision = Recipe.model_validate({"sharding": {"precision": "bf16"}}).sharding.precision
-    wanted = dict.fromkeys(("stored", "wire", "gather_wire", "sum", "buffers", "output"))
+    wanted = dict.fromkeys(("stored", "wire", "sum", "buffers", "output"))
     others = {"average": None, "keep": (), "cast_forward_inputs": True}
     assert precision.arguments() == {**wanted, **others, "compute": torch.bfloat16}
 

@@ -8,8 +8,8 @@ element is at most half a step of int8, ``max / 254``; of fp8 (e4m3) it is 1/16 
 ``max / 448 / 1024`` near zero. A block that holds inf or NaN is decoded to nothing finite, so an
 overflow is still found. Sums are formed of decoded pieces, in the dtype of sums.
 
-Sources: blocks for gathers, and reductions as an exchange that is encoded once, ZeRO++ (Wang et al.
-2023, arXiv 2306.10209, §3); blockwise scales, Dettmers et al. 2021 (arXiv 2110.02861, §2.1); e4m3,
+Sources: reductions as an exchange that is encoded once, ZeRO++ (Wang et al. 2023, arXiv
+2306.10209, §3); blockwise scales, Dettmers et al. 2021 (arXiv 2110.02861, §2.1); e4m3,
 Micikevicius et al. 2022 (arXiv 2209.05433).
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm.protocol import Comm, Label, Pending, rows_of
+from shardwise.comm.protocol import rows_of
 
 __all__ = ["QUANTISED", "Codec", "codec_of", "wire_nbytes"]
 
@@ -59,35 +59,10 @@ class Codec:
         blocks = F.pad(values.float(), (0, -numel % BLOCK)).view(-1, BLOCK)
         return blocks.mul_(scales[:, None]).view(-1)[:numel]
 
-    def rounded(self, piece: Tensor) -> Tensor:
-        """``piece``, ``[n]``, encoded and decoded, in its dtype."""
-        row = piece.new_empty(self.nbytes(piece.numel()), dtype=torch.uint8)
-        return self.decode(self.encode(piece, 1, row), piece.numel()).to(piece.dtype)
-
-    def all_gather(self, full: Tensor, piece: Tensor, comm: Comm, label: Label) -> Pending:
-        """Fill ``full``, ``[size * n]``, from every rank's ``piece``, ``[n]``, encoded."""
-        size = self.nbytes(piece.numel())
-        encoded = comm.memory.gradient(comm.size * size, torch.uint8)
-        self.encode(piece, 1, rows_of(encoded, comm.size)[comm.rank])
-        return _Decoded(comm.all_gather(encoded, label), self, encoded, rows_of(full, comm.size))
-
     def _parts(self, row: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """The scales and the values of an encoded piece."""
         end = 4 * -(-numel // BLOCK)
         return row[:end].view(torch.float32), row[end : end + numel].view(self.dtype)
-
-
-class _Decoded:
-    """A gather in flight that is decoded when it is complete. Final; see ``Pending``."""
-
-    def __init__(self, pending: Pending, codec: Codec, encoded: Tensor, full: Tensor) -> None:
-        self._pending, self._codec, self._encoded, self._full = pending, codec, encoded, full
-
-    def wait(self) -> None:
-        self._pending.wait()
-        with torch.no_grad():
-            for piece, row in zip(self._full, rows_of(self._encoded, len(self._full)), strict=True):
-                piece.copy_(self._codec.decode(row, piece.numel()))
 
 
 def codec_of(dtype: torch.dtype | None) -> Codec | None:

@@ -155,10 +155,6 @@ class Bucket:
         self.update()
         self.load()
         with self._sent.copying():
-            if (codec := self.spec.gather_codec) is not None:
-                source, comm = self._sent.source(self.shard), self.spec.shard
-                self._pending = codec.all_gather(self._writer, source, comm, self._label)
-                return
             self.copied += self._sent.fill(self.shard)
             if not self.allocation.whole:
                 self._pending = self.spec.shard.all_gather(self._writer, self._label)
@@ -362,13 +358,8 @@ class Bucket:
         self.expire()
 
     def _as_gathered(self) -> list[Tensor]:
-        """What this rank holds of each parameter, as the ranks have seen it: cast, or encoded."""
-        shard = self.shard.to(self.full.device)
-        if (codec := self.spec.gather_codec) is None:
-            return self.spec.rest_views(shard.to(self.dtypes.compute))
-        if not self.spec.splits_copies:
-            return self.spec.rest_views(codec.rounded(shard).to(self.dtypes.compute))
-        return self.spec.rest_views(self.spec.piece(codec.rounded(self._sent.joined)))
+        """What this rank holds of each parameter, as the ranks have seen it: cast."""
+        return self.spec.rest_views(self.shard.to(self.full.device).to(self.dtypes.compute))
 
     def _take_written(self, shard: Tensor, part: Tensor, shown: Tensor) -> None:
         if shown.data_ptr() == shard.data_ptr():

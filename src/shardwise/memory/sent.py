@@ -60,13 +60,9 @@ class Sent:
         self.is_updated = True
         return self.piece.nbytes * moves
 
-    def source(self, shard: Tensor) -> Tensor:
-        """What is copied, cast or encoded."""
-        return self.joined if self._loads or self._spec.splits_copies else shard
-
     def fill(self, shard: Tensor) -> int:
         """Copy or cast to the full bucket; returns how many bytes."""
-        source = self.source(shard)
+        source = self.joined if self._loads or self._spec.splits_copies else shard
         if self._is_filled or source.data_ptr() == self._out.data_ptr():
             return 0
         self._is_filled = self._spec.allocation.lasting

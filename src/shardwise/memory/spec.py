@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import accelerators
-from shardwise.comm.codec import Codec, codec_of, wire_nbytes
+from shardwise.comm.codec import wire_nbytes
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
-from shardwise.errors import ConfigError
 from shardwise.layout.layout import Layout, Slot, chunk_rows
 from shardwise.layout.solver import solve
 from shardwise.memory.sharding import Sharding
@@ -102,7 +101,7 @@ class BucketSpec:
         reloaded = self.offload.parameters and not (shared or self.kept)
         kept_whole = self.placement.resident or (whole and (same_dtype or self.in_host))
         lasting = shared or self.kept or (kept_whole and not reloaded)
-        aliased = lasting and same_dtype and not self.in_host and self.gather_codec is None
+        aliased = lasting and same_dtype and not self.in_host
         return Allocation(shared, lasting, aliased, whole, aliased and whole, reloaded)
 
     @cached_property
@@ -112,26 +111,17 @@ class BucketSpec:
         return offload.parameters or (offload.optimizer and self.trainable)
 
     @cached_property
-    def gather_codec(self) -> Codec | None:
-        """How parameters are encoded to be gathered, if they are."""
-        return codec_of(self.dtypes.gather_wire) if self.shard.size > 1 else None
-
-    @cached_property
     def staged(self) -> torch.dtype | None:
         """The dtype of the memory, beside the full bucket, in which what is sent is kept."""
-        in_full = (
-            self.allocation.lasting or self.allocation.reloaded
-        ) and self.gather_codec is None
+        in_full = self.allocation.lasting or self.allocation.reloaded
         if in_full or not (self.splits_copies or self.in_host):
             return None  # what is sent is the shard, or made in the full bucket
-        encodes_shard = self.gather_codec is not None and not self.splits_copies
-        return self.dtypes.stored if encodes_shard else self.dtypes.compute
+        return self.dtypes.compute
 
     @property
     def gather_sent(self) -> int:
         """Bytes that one rank sends when the bucket is gathered."""
-        wire = self.dtypes.gather_wire or self.dtypes.compute
-        nbytes = wire_nbytes(wire, self.layout.numel, self.shard.size)
+        nbytes = self.layout.numel * self.dtypes.compute.itemsize
         return 0 if self.shard.memory.shared else _to_others(nbytes, self.shard)
 
     @property
@@ -288,7 +278,7 @@ def specs_of(
         parts = {"block": None, "layer": member.name.rpartition(".")[0], "none": member.name}
         part = parts[options.bucketing]
         groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
-    specs = [
+    return [
         BucketSpec(
             unit.name,
             tuple(members),
@@ -306,13 +296,6 @@ def specs_of(
         )
         for (dtypes, trains, _), members in groups.items()
     ]
-    if mesh.shard.memory.shared and any(spec.gather_codec is not None for spec in specs):
-        raise ConfigError(
-            f"precision.gather_wire is {options.precision.gather_wire}, and {mesh.shard.size} "
-            "ranks map the same memory, so a gather sends nothing and blocks would only lose "
-            'precision. Leave gather_wire out, or call sw.connect(transport="messages").'
-        )
-    return specs
 
 
 def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Mesh) -> Layout:

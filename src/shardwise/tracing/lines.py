@@ -19,7 +19,6 @@ from shardwise.printed import size
 from shardwise.tracing.blueprint import Blueprint, of_shape
 from shardwise.tracing.operations import (
     all_gather,
-    all_gather_encoded,
     load,
     reduce_scatter,
     store,
@@ -114,19 +113,14 @@ class Lines:
     def all_gather(self, spec: BucketSpec, verb: str, own: fx.Node, reason: str) -> fx.Node:
         """An all-gather that begins; ``verb`` as of a ``Collective``."""
         comm = spec.shard if verb == "gather" else spec.replicate
-        codec = spec.gather_codec if verb == "gather" else None
-        dtype = own.meta["val"].dtype if codec is None else spec.dtypes.compute
-        value = of_shape(dtype, own.meta["val"].numel() * comm.size)
-        sent = value.nbytes - value.nbytes // comm.size if codec is None else spec.gather_sent
+        value = of_shape(own.meta["val"].dtype, own.meta["val"].numel() * comm.size)
+        sent = value.nbytes - value.nbytes // comm.size
         prefix = {"gather": "gathering", "update": "joining"}.get(verb, "spreading")
-        function, args = all_gather, [own, spec.title, *([] if verb == "gather" else [verb])]
-        if codec is not None:
-            function, args = all_gather_encoded, [own, spec.title, codec.dtype, dtype]
         return self.call(
             self.named(prefix, spec),
             value,
-            function,
-            *args,
+            all_gather,
+            *(own, spec.title, *([] if verb == "gather" else [verb])),
             note=f"{self._over(spec, comm)}{size(value.nbytes)}, sends {size(sent)}: {reason}",
             collective=Collective(verb, spec.title, sent),
             axis=self.axis(spec, comm),

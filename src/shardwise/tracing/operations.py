@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.comm.codec import Codec
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.protocol import Comm, Label, Pending
 from shardwise.comm.reduction import PendingReduction, Reduction
@@ -24,7 +23,6 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Gathering",
     "all_gather",
-    "all_gather_encoded",
     "axes_of",
     "free",
     "gradient_bucket",
@@ -75,8 +73,6 @@ class Primitive:
 synchronize = Primitive("synchronize")
 #: ``(own, unit)``, ``[S]`` → in flight ``[W * S]``: the ranks' pieces, one after the other.
 all_gather = Primitive("all_gather")
-#: ``(own, unit, wire, dtype)``: the same, sent in blocks of 8-bit numbers.
-all_gather_encoded = Primitive("all_gather_encoded")
 #: ``(in flight)`` → the result of what was begun.
 wait = Primitive("wait")
 #: ``(numel, dtype, ((start, gradient), …))`` → ``[W * S]``, zeros between the gradients.
@@ -98,14 +94,6 @@ def all_gather_impl(comm: Comm, own: Tensor, unit: str, verb: str = "gather") ->
     full = allocate(comm.size * own.numel(), own.dtype)
     full[comm.rank * own.numel() : (comm.rank + 1) * own.numel()] = own.detach()
     return Gathering(full, comm.all_gather(full, Label(verb, unit)))
-
-
-def all_gather_encoded_impl(
-    comm: Comm, own: Tensor, unit: str, wire: torch.dtype, dtype: torch.dtype
-) -> Gathering:
-    """The engine's gather in blocks, of which the own piece is one, too."""
-    full = comm.memory.full(comm.size * own.numel(), dtype)
-    return Gathering(full, Codec(wire).all_gather(full, own, comm, Label("gather", unit)))
 
 
 def wait_impl(_: Comm, pending: Gathering | PendingReduction) -> Tensor:
@@ -154,7 +142,6 @@ def store_impl(comm: Comm, mean: Tensor) -> Tensor:
 
 IMPLEMENTATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     all_gather: all_gather_impl,
-    all_gather_encoded: all_gather_encoded_impl,
     wait: wait_impl,
     gradient_bucket: gradient_bucket_impl,
     reduce_scatter: reduce_scatter_impl,

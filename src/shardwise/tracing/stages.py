@@ -227,8 +227,6 @@ def _whole(spec: BucketSpec, state: Mapping[str, Tensor]) -> Tensor:
     full = torch.zeros(spec.layout.numel, dtype=spec.dtypes.stored)
     for slot, view in zip(spec.slots, spec.full_views(full), strict=True):
         view.copy_(state[slot.name])
-    if (codec := spec.gather_codec) is not None:
-        full = torch.cat([codec.rounded(piece) for piece in full.chunk(spec.shard.size)])
     return full.to(spec.dtypes.compute)
 
 

@@ -166,9 +166,8 @@ class Half:
         return self.joined[spec]
 
     def _own(self, spec: BucketSpec, reason: str) -> fx.Node:
-        """What this rank holds at rest, on the device; cast, unless it is encoded next."""
-        encoded = spec.gather_codec is not None and not spec.splits_copies
-        dtype = spec.dtypes.stored if encoded else spec.dtypes.compute
+        """What this rank holds at rest, on the device, in the compute dtype."""
+        dtype = spec.dtypes.compute
         if not spec.in_host:
             note, name = "the own piece is cast", self.lines.named("cast", spec)
             return self.lines.cast(self.shard(spec), dtype, name, note)

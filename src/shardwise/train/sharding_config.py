@@ -28,7 +28,6 @@ class PrecisionConfig(Section):
     stored: DtypeName | None = Field(None, description="shards and optimizer state")
     compute: DtypeName | None = Field(None, description="gathered parameters and inputs")
     wire: DtypeName | None = Field(None, description="gradients in collectives")
-    gather_wire: DtypeName | None = Field(None, description="int8 or float8_e4m3fn: parameters too")
     sum: DtypeName | None = Field(None, description="sums of gradients")
     buffers: DtypeName | None = Field(None, description="floating-point buffers")
     output: DtypeName | None = Field(None, description="outputs of the model")
