@@ -92,6 +92,19 @@ def test_what_a_recipe_says_is_read_as_train_predicts_it_unless_an_option_says_o
     assert "hybrid_shard (replicate=1 (one copy) × shard=2) on 2 ranks" in step
 
 
+def test_of_4_bit_layers_the_parameters_are_counted_and_not_the_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    text = FINE_TUNING.replace("HUB", str(tiny("llama", tmp_path / "hub")))
+    titles = []
+    for name, recipe in (("4", text), ("16", text.replace(", quantization: {bits: 4}", ""))):
+        (tmp_path / f"{name}.yaml").write_text(recipe, "utf-8")
+        table = explain(capsys, "memory", str(tmp_path / f"{name}.yaml"), "--optimizer", "adamw")
+        titles.append(table.splitlines()[0])
+    assert titles[0] == titles[1]
+
+
 def test_hybrids_are_in_the_table_and_have_events_where_a_mesh_is_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -18,6 +18,7 @@ from shardwise.cli.tables import table
 from shardwise.explain.accumulation import Accumulated, accumulated
 from shardwise.explain.memory import Kept, blueprints, table_of
 from shardwise.explain.words import Word, find, words
+from shardwise.hf.preparation import packed_elements
 from shardwise.offload import Offload
 from shardwise.printed import size
 from shardwise.setup import order
@@ -104,7 +105,7 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
             ]
         )
         return
-    numel = sum(param.numel() for param in named.model.parameters())
+    numel = sum(param.numel() for param in named.model.parameters()) + packed_elements(named.model)
     yield (
         f"{type(named.model).__name__}, {numel:,} parameters, {optimizer}, "
         f"rank 0 of {ranks}: bytes between steps, and of a step"
