@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -166,6 +167,13 @@ class Layouts:
         else:
             parts += ["frozen"]
         return ", ".join(parts)
+
+    def dtypes(self) -> tuple[str, ...]:
+        """How many elements are stored, computed in, sent and summed in which dtypes, in words."""
+        numels: Counter[str] = Counter()
+        for spec in self.specs:
+            numels[self._kind(spec)] += spec.layout.used
+        return tuple(f"{numel:,} {kind}" for kind, numel in numels.items())
 
     def padding(self) -> dict[str, int]:
         """Bytes of padding of each unit, over all ranks, as gathered."""

@@ -109,6 +109,10 @@ def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
         warmed[2] == "schedule  30 steps of 384 tokens, 0.50 epochs, warm-up in the first 3 (10.0%)"
     )
     assert warmed[3].endswith("in recent steps, without the first 3 steps, validation and saving")
+    sent = "31,392 stored float32, computed in bfloat16, gradients sent in float32"
+    shown = format_record(replace(built, dtypes=(sent,), rates=((1, 2e-4), (30, 0.0))))
+    assert shown[1] == f"dtypes    {sent}"
+    assert shown[4] == "lr        2.00e-04 in step 1, 0.00e+00 in step 30"
     padded = format_record(replace(built, padded=True))
     assert padded[3].startswith("tokens/s  over all ranks, padding included, in recent steps, ")
 

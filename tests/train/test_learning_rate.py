@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.train.config import OptimizerConfig
-from shardwise.train.learning_rate import learning_rate
+from shardwise.train.learning_rate import learning_rate, preview
 
 CONFIG = OptimizerConfig(lr=1.0, warmup=4, floor=0.1)
 
@@ -78,3 +78,10 @@ def test_a_schedule_that_is_written_with_its_defaults_reads_the_same() -> None:
     for schedule in ("cosine", "linear", "constant", "constant_with_warmup"):
         config = OptimizerConfig.model_validate({"schedule": schedule})
         assert OptimizerConfig.model_validate(config.model_dump()) == config
+
+
+def test_a_preview_has_the_first_step_the_peak_the_middle_and_the_last() -> None:
+    shown = preview(9, CONFIG)
+    assert [step for step, _ in shown] == [1, 5, 7, 9]
+    assert [round(rate, 3) for _, rate in shown] == [0.2, 1.0, 0.55, 0.1]
+    assert preview(1, OptimizerConfig(lr=2.0, warmup=0)) == ((1, 2.0),)

@@ -82,6 +82,11 @@ def test_a_run_tells_its_story_in_order(both: Ran) -> None:
     built = said[1]
     assert isinstance(built, Built)
     assert (built.rows, built.micro, built.accumulation, built.ranks) == (12, 1, 6, 2)
+    (dtypes,) = built.dtypes
+    assert dtypes.startswith(f"{built.parameters:,} stored float32, computed in float32, ")
+    steps = [record for record in said if isinstance(record, Stepped)]
+    shown = {step.step: step.lr for step in steps}
+    assert {shown[step] for step, _ in built.rates} == {rate for _, rate in built.rates}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -6,7 +6,7 @@ Each line is complete in itself, for log files and `grep`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwise.cli.format_names import escape
@@ -127,6 +127,7 @@ def _built(r: Built) -> list[str]:
     return [
         *(_labelled("", escape(line)) for line in r.report.splitlines()),
         _labelled("model", f"{r.parameters:,} parameters, {r.strategy} over {ranks}"),
+        *(_labelled("dtypes", dtypes) for dtypes in r.dtypes),
         _labelled(
             "batch", f"global batch {r.rows} = micro-batch {r.micro} × {accumulation} × {ranks}"
         ),
@@ -134,10 +135,15 @@ def _built(r: Built) -> list[str]:
             "schedule",
             f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}{warmup}",
         ),
+        *(_labelled("lr", _rates(r.rates)) for _ in r.rates[:1]),
         _labelled("tokens/s", f"over all ranks, {padding}in recent steps, without {untimed}"),
         _labelled("memory", "of the process that uses most; on an accelerator, of its device"),
         "",
     ]
+
+
+def _rates(rates: Sequence[tuple[int, float]]) -> str:
+    return ", ".join(f"{rate:.2e} in step {step:,}" for step, rate in rates)
 
 
 def format_step(r: Stepped, width: int | None = None) -> str:

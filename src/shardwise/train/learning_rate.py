@@ -10,7 +10,7 @@ import math
 
 from shardwise.train.config import OptimizerConfig
 
-__all__ = ["learning_rate"]
+__all__ = ["learning_rate", "preview"]
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -26,3 +26,10 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
     left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.floor + (1 - config.floor) * left)
+
+
+def preview(steps: int, config: OptimizerConfig) -> tuple[tuple[int, float], ...]:
+    """The first step, counted from 1, the first after the warm-up, the middle, the last; rates."""
+    warm = config.warmup_steps(steps)
+    shown = sorted({1, min(warm + 1, steps), min(warm + 1 + (steps - warm) // 2, steps), steps})
+    return tuple((step, learning_rate(step - 1, steps, config)) for step in shown)

@@ -34,6 +34,7 @@ from shardwise.train.data import Data, prepare
 from shardwise.train.disk_estimate import check_disk
 from shardwise.train.footprint import footprint
 from shardwise.train.job import Job, build
+from shardwise.train.learning_rate import preview
 from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.memory_estimate import check_memory
 from shardwise.train.model_folder import with_tokenizer
@@ -175,6 +176,8 @@ def _built_record(job: Job, data: Data) -> Built:
         untimed=recipe.run.throughput_warmup,
         report=job.report,
         padded=recipe.data.format != "text" and recipe.data.packing != "concatenate",
+        dtypes=job.sharded.layout.dtypes(),
+        rates=preview(recipe.run.steps, recipe.optimizer),
     )
 
 

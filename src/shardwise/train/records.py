@@ -168,6 +168,9 @@ class Built:
         untimed: first steps that tokens/s leaves out.
         report: lines about a model that was read, and what an adapter's targets match.
         padded: rows have places that no sample fills, which tokens/s counts, too.
+        dtypes: how many elements are stored, computed in, sent and summed in which, in words.
+        rates: steps, counted from 1, and their learning rates: the first, the first after the
+            warm-up, the middle of the rest, the last.
     """
 
     parameters: int
@@ -183,6 +186,8 @@ class Built:
     untimed: int = 0
     report: str = ""
     padded: bool = False
+    dtypes: tuple[str, ...] = ()
+    rates: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
