@@ -44,6 +44,21 @@ def chat_recipe(folder: Path) -> tuple[Path, list[str]]:
     return recipe_file(folder), [f"{key}={value}" for key, value in values.items()]
 
 
+def test_the_rows_of_a_rehearsal_need_no_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the model, 70 billion parameters on the hub, nor its data set is here."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as caught:
+        main(["data", "show", "llama2-70b-lora", "0", "--rehearse", "--run.folder", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert caught.value.code == 0, out
+    assert "row 0 of " in out
+    assert "that of Stanford Alpaca" in out
+    assert (tmp_path.parent / f"{tmp_path.name}-rehearsal" / "base" / "config.json").exists()
+
+
 def test_a_chat_token_by_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, overrides = chat_recipe(tmp_path)
     show(recipe, "0", *overrides)

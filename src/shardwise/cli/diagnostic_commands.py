@@ -233,6 +233,7 @@ its id, and whether it is trained on or is the end token. Nothing is written.
 Examples:
   shardwise data show demo 0
   shardwise data show recipe.yaml 7 --data.loss_on all
+  shardwise data show llama2-70b-lora 0 --rehearse
 """
 
 
@@ -249,13 +250,14 @@ def data() -> None:
 )
 @click.argument("recipe", type=click.Path())
 @click.argument("number", type=click.IntRange(min=0), metavar="N")
+@click.option("--rehearse", is_flag=True, help="Of `shardwise train --rehearse`; needs no network.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
-def data_show(recipe: str, number: int, overrides: tuple[str, ...]) -> None:
+def data_show(recipe: str, number: int, rehearse: bool, overrides: tuple[str, ...]) -> None:
     """The command; its help is ``DATA_SHOW``."""
     from shardwise.cli.show_data import run_data_show
     from shardwise.train.recipe import read_recipe
 
-    run_data_show(read_recipe(recipe, overrides), number)
+    run_data_show(read_recipe(recipe, overrides), number, rehearse)
 
 
 COMMANDS = (convert_config, doctor, trace, explain, lint, data)

@@ -24,16 +24,14 @@ def run_rehearsal(recipe: Recipe) -> None:
     Raises:
         ShardwiseError: a run failed, or they differ.
     """
-    folder = Path(f"{recipe.run.folder}-rehearsal").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    rehearsal = Rehearsal(recipe, folder)
+    rehearsal = Rehearsal.beside(recipe)
     changes = [*rehearsal.changes()]
     click.echo(f"rehearsal of {recipe.run.folder}: the same path on {RANKS} CPU ranks, in small:")
     for line in table([list(change) for change in changes], ["key", "recipe", "here"], left=3):
         click.echo(line)
     click.echo("")
     for ranks in (RANKS, 1):
-        path = folder / f"ranks-{ranks}.yaml"
+        path = rehearsal.folder / f"ranks-{ranks}.yaml"
         path.write_text(to_yaml(rehearsal.small(ranks)), "utf-8")
         _run(path, ranks)
     click.echo("")

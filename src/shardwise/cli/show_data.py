@@ -50,12 +50,16 @@ class Token(NamedTuple):
     trained: bool
 
 
-def run_data_show(recipe: Recipe, number: int) -> None:
-    """Print row ``number`` of the training split, counted from 0.
+def run_data_show(recipe: Recipe, number: int, rehearse: bool = False) -> None:
+    """Print row ``number`` of the training split, counted from 0; that of a rehearsal, if asked.
 
     Raises:
         ConfigError: there is no such row, or text is streamed.
     """
+    if rehearse:
+        from shardwise.train.rehearsal import Rehearsal
+
+        recipe = Rehearsal.beside(recipe).small()
     recipe = with_tokenizer(recipe)
     data = prepare(recipe, LocalComm(), Folder(Path(recipe.run.folder).expanduser()))
     rows, console = data.training, Console(highlight=False, soft_wrap=True)

@@ -49,6 +49,13 @@ class Rehearsal:
     recipe: Recipe
     folder: Path
 
+    @classmethod
+    def beside(cls, recipe: Recipe) -> Rehearsal:
+        """In a folder, which is made, beside that of the run."""
+        folder = Path(f"{recipe.run.folder}-rehearsal").expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(recipe, folder)
+
     def small(self, ranks: int = RANKS) -> Recipe:
         """The recipe of the run on so many ranks; what it reads is there."""
         flat = flatten(self.recipe.model_dump())
