@@ -258,7 +258,7 @@ class SharedMemoryComm(Group):
             if pending := reference and reference():
                 pending.wait()
             self._rows[self.rank, row, 3] = number + 1  # also if it was dropped without a wait
-        self._wait_until(collective, partial(self._unread_peer, number), for_issue=False)
+        self._wait_until(collective, partial(self._unread_peer, number))
         read = np.roll(self._rows[:, :, 3].min(axis=0), -row)  # [ROWS], from this row on
         in_use = np.flatnonzero(read < np.arange(number, number + ROWS) + 1)
         self._first_used = collective.seq + int(in_use[0] if len(in_use) else ROWS)
@@ -322,8 +322,8 @@ class SharedMemoryComm(Group):
         self._pending[collective.seq % ROWS] = weakref.ref(pending)
         return pending
 
-    def _wait_until(self, collective: Collective, missing: Missing, for_issue: bool = True) -> None:
-        """Wait in ``collective`` until no peer is missing; ``for_issue``: see ``Wait``."""
+    def _wait_until(self, collective: Collective, missing: Missing) -> None:
+        """Wait in ``collective`` until no peer is missing."""
         for _ in range(YIELDS):
             if self.abort_flag[0]:
                 break
@@ -332,7 +332,7 @@ class SharedMemoryComm(Group):
             os.sched_yield()
         since, pause = monotonic(), SLEEP
         while (peer := missing()) is not None or self.abort_flag[0]:
-            self._watchdog.waits = Wait(collective, since, peer, for_issue=for_issue)
+            self._watchdog.waits = Wait(collective, since, peer)
             self._watchdog.raise_if_failed()
             if self.abort_flag[0]:
                 raise self._watchdog.explain(RuntimeError("another rank ended the group"))

@@ -214,10 +214,7 @@ class Group(Comm):
     def axes(self, replicate: int, shard: int) -> tuple[Comm, Comm]:
         shape = replicate, shard
         if shape not in self._axes:
-            axes = self._axes[shape] = self.shutdown.open_axes(replicate, shard)
-            for axis, (name, ranks) in zip(axes, ranks_of_axes(self.rank, *shape), strict=True):
-                if self.watched and isinstance(axis, Group) and axis.watched:
-                    self.watched.add_axis(f"the {name} axis {[*ranks]}", ranks, axis.watched)
+            self._axes[shape] = self.shutdown.open_axes(replicate, shard)
         return self._axes[shape]
 
     # ---- close -------------------------------------------------------------------------------

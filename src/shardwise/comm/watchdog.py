@@ -4,8 +4,7 @@ The thread checks twice a second whether its rank waits. After one second of wai
 the rank's progress to the store, reads that of the others, and decides by a pure function whether
 the collective can complete. If it can, the watchdog logs for which ranks it waits. If not, it
 publishes the reason and interrupts the wait, on every rank with the same message. Without it a
-rank would hang for thirty minutes, then raise "connection closed by peer". In a grid of ranks it
-also follows who waits for whom from one axis to the other.
+rank would hang for thirty minutes, then raise "connection closed by peer".
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic, sleep
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm import desync
 from shardwise.comm.call_site import user_call
-from shardwise.comm.deadlock import Blocked, deadlock
 from shardwise.comm.desync import Collective, RankProgress
 from shardwise.errors import RanksDisagree
 
@@ -45,16 +43,6 @@ class Wait(NamedTuple):
     since: float  # ``monotonic()`` at its start
     peer: int | None = None  # the rank whose message is missing, if it is known
     is_complete: Callable[[], bool] = lambda: False  # for work on a stream, which ends unnoticed
-    # Does it stop this rank until the peer (or all) has issued the collective, and no longer?
-    for_issue: bool = True
-
-
-class GridGroup(NamedTuple):
-    """A group of a grid of ranks: that of all, or an axis."""
-
-    name: str
-    ranks: Sequence[int]  # by their numbers among all
-    watchdogs: dict[str, Watchdog]  # of this rank, by group; that of all comes first
 
 
 class Watchdog:
@@ -86,19 +74,12 @@ class Watchdog:
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
         self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
-        self._grid: GridGroup | None = None
         self._caller = threading.get_ident()  # whose stack has the user's program
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
     # --- called by the comm ----------------------------------------------------------------
-
-    def add_axis(self, name: str, ranks: Sequence[int], axis: Watchdog) -> None:
-        """Let waits in this group, of all ranks, and on an axis of ``ranks`` be followed."""
-        grid = self._grid or GridGroup("all ranks", range(self.size), {})
-        grid.watchdogs.update({grid.name: self, name: axis})
-        self._grid, axis._grid = grid, GridGroup(name, ranks, grid.watchdogs)
 
     def raise_if_failed(self) -> None:
         """Raise ``RanksDisagree`` if the group has failed."""
@@ -169,7 +150,7 @@ class Watchdog:
         waiting = {self._rank: self._recent[-1] if self.waits is None else self.waits.collective}
         try:
             # A rank publishes its reason before it closes connections, unless it was killed.
-            if verdict := self._read("verdict") or self._deadlock(self.waits):
+            if verdict := self._read("verdict"):
                 return self.fail(verdict)
             ended = {rank: c for rank, c in self._read_progress().items() if c.ended}
         except RuntimeError:
@@ -226,9 +207,7 @@ class Watchdog:
         try:
             self._publish(waits=collective.seq)
             progress = self._read_progress()
-            # Before ``diagnose``, which would see only that another rank of a ring has left.
-            reason = self._failed_before() or self._read("verdict") or self._deadlock(waits)
-            reason = reason or desync.diagnose(progress)
+            reason = self._failed_before() or self._read("verdict") or desync.diagnose(progress)
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
         if waits.peer is None:
@@ -240,24 +219,7 @@ class Watchdog:
             reason += desync.look_at({self._rank: user_call(self._caller)})
         return reason, desync.still_waiting(self._rank, progress, missing, age, collective)
 
-    def _deadlock(self, waits: Wait | None) -> str:
-        """Publish a wait in the store of all ranks; why it never ends, or ``""``."""
-        if self._grid is None or waits is None or not waits.for_issue:
-            return ""
-        name, ranks, watchdogs = self._grid
-        of_all, awaited = next(iter(watchdogs.values())), waits.collective
-        others = [rank for rank in ranks if rank != of_all._rank]
-        peers = others if waits.peer is None else [ranks[waits.peer]]
-        issued = {group: watchdog._issued for group, watchdog in watchdogs.items()}
-        own = Blocked(name, peers, awaited.seq, awaited.details, issued)
-        of_all._store.set(f"blocked/{of_all._rank}", json.dumps(own))
-        return deadlock(of_all._rank, of_all._read_blocked)
-
     # --- the store -------------------------------------------------------------------------
-
-    def _read_blocked(self, rank: int) -> Blocked | None:
-        text = self._read(f"blocked/{rank}")
-        return Blocked(*json.loads(text)) if text else None
 
     def _publish(self, waits: int | None = None, ended: str = "") -> None:
         call = "" if ended else user_call(self._caller)
