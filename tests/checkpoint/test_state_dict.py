@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import StateDictType
 
 import shardwise as sw
@@ -29,6 +30,29 @@ def test_fsdps_words_mean_the_same(kind: str) -> None:
     enumerated = StateDictType[f"{kind.upper()}_STATE_DICT"]
     assert {kind_of(word) for word in (*words, enumerated)} == {kind}
     assert getattr(StateDict, kind.upper()) == StateDict(kind)
+
+
+@pytest.mark.parametrize(
+    ("torchs", "ours"),
+    [
+        (fsdp.FullStateDictConfig(), StateDict("full", offload_to_cpu=False)),
+        (fsdp.FullStateDictConfig(offload_to_cpu=True), StateDict("full")),
+        (fsdp.FullOptimStateDictConfig(rank0_only=True), StateDict("full", False, True)),
+        (fsdp.ShardedStateDictConfig(offload_to_cpu=True), StateDict("sharded")),
+        (fsdp.LocalStateDictConfig(), StateDict("local", offload_to_cpu=False)),
+    ],
+)
+def test_fsdps_configurations_are_policies(torchs: Any, ours: StateDict) -> None:
+    beside = {"offload_to_cpu": True, "rank0_only": False, "names": None}
+    assert StateDict.of({"kind": torchs, **beside}) == ours
+
+
+def test_state_of_fsdps_configuration_is_that_of_its_kind() -> None:
+    sharded = sw.shard(torch.nn.Linear(2, 2))
+    kind: Any = fsdp.FullStateDictConfig(offload_to_cpu=True)
+    assert equal(sharded.state_dict(kind), sharded.state_dict("full"))
+    with pytest.raises(sw.ConfigError, match="says all of it"):
+        sharded.state_dict(kind, rank0_only=True)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ of which every rank gives its shard, and every rank keeps its part of each.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,9 @@ from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.printed import size
 from shardwise.torch_internals import buffers_of, parameters_of, tree_leaves, tree_map_only
 from shardwise.units.units import Member
+
+CONFIG = re.compile("(Full|Sharded|Local)(?:Optim)?StateDictConfig")
+"""Classes of ``torch.distributed.fsdp``, known by their names without importing them."""
 
 
 @checked
@@ -84,8 +88,15 @@ class StateDict:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> StateDict:
-        """From the arguments of a caller: a policy, or a kind with the other fields beside it."""
-        if not isinstance(policy := given["kind"], cls):
+        """From the arguments of a caller: a policy, or a kind with the other fields beside it.
+
+        torch's ``FullStateDictConfig(…)`` and the like are policies.
+        """
+        policy = given["kind"]
+        if name := CONFIG.fullmatch(type(policy).__name__):
+            rank0_only = vars(policy).get("rank0_only", False)
+            policy = cls(name[1].lower(), policy.offload_to_cpu, rank0_only)
+        if not isinstance(policy, cls):
             return taken(cls, given)
         others = [item for item in fields(cls) if item.name != "kind"]
         if beside := [item.name for item in others if given[item.name] != item.default]:
