@@ -37,7 +37,7 @@ def test_fsdps_words_mean_the_same(kind: str) -> None:
     [
         (fsdp.FullStateDictConfig(), StateDict("full", offload_to_cpu=False)),
         (fsdp.FullStateDictConfig(offload_to_cpu=True), StateDict("full")),
-        (fsdp.FullOptimStateDictConfig(rank0_only=True), StateDict("full", False, True)),
+        (fsdp.FullOptimStateDictConfig(rank0_only=True), StateDict("full", rank0_only=True)),
         (fsdp.ShardedStateDictConfig(offload_to_cpu=True), StateDict("sharded")),
         (fsdp.LocalStateDictConfig(), StateDict("local", offload_to_cpu=False)),
     ],
