@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise.cli import main
-from tests.checkpoint.runs import adamw, saved, steps, tensors
+from tests.checkpoint.runs import adamw, saved, steps
 from tests.copies import seeded
 from tests.nets import NETS
 
@@ -285,14 +285,6 @@ def test_names_of_tensors_cannot_drive_the_terminal(
     assert_harmless(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("options", [(), ("--all",), ("--json",)], ids=str)
-def test_nor_where_two_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
-) -> None:
-    assert inspect(evil(tmp_path / "a"), evil(tmp_path / "b", 1.0), *options) == 1
-    assert_harmless(capsys.readouterr().out)
-
-
 def test_nor_those_of_files_and_what_training_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,87 +298,6 @@ def test_nor_those_of_files_and_what_training_stored(
 def test_nor_those_in_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect(tmp_path / f"nothing{EVIL}") == 2
     assert_harmless(capsys.readouterr().err)
-
-
-# --- two -------------------------------------------------------------------------------------
-
-
-def test_equal_checkpoints_end_with_0(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(run / "step-2", run / "copy")
-    assert inspect(run / "step-2", run / "copy") == 0
-    assert "tensors compared: equal" in capsys.readouterr().out
-
-
-def test_different_ones_end_with_1_and_say_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved(DECODER, 1, tmp_path / "a", make=lambda params: torch.optim.SGD(params, lr=1e-2))
-    saved(DECODER, 1, tmp_path / "b", make=lambda params: torch.optim.SGD(params, lr=1e-3))
-    assert inspect(tmp_path / "a", tmp_path / "b") == 1
-    said = capsys.readouterr().out
-    assert "model: not equal" in said
-    assert "  blocks.{0…2}.mlp.up.weight " in said
-    assert "  max abs diff of " in said
-    assert "optimizers[0].groups[0].options.lr: 0.01 in A, 0.001 in B" in said
-    assert inspect(tmp_path / "a", tmp_path / "b", "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["equal"]
-    assert found["training"] == [
-        {"place": "optimizers[0].groups[0].options.lr", "one": 0.01, "other": 0.001}
-    ]
-
-
-def test_unlike_models_say_what_only_one_has(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weights = tensors(made / "step-2", "model")
-    weights["head.weight"] = weights.pop("lm_head.weight")
-    save_file(weights, tmp_path / "model.safetensors")
-    assert inspect(made / "step-2", tmp_path / "model.safetensors", "--weights-only") == 1
-    said = capsys.readouterr().out
-    assert "only in A, model: 1 tensor\n  lm_head.weight" in said
-    assert "only in B, model: 1 tensor\n  head.weight" in said
-    assert "42 equal, 0 not" in said
-    assert inspect(made / "step-2", tmp_path / "model.safetensors") == 1
-    assert "only in A, optimizer: 129 tensors" in capsys.readouterr().out
-
-
-def test_a_run_stands_for_its_newest_checkpoint(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert inspect(run, run / "step-4") == 0
-    assert f"A  {run / 'step-4'}" in capsys.readouterr().out
-
-
-def test_what_cannot_be_compared_ends_with_2(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.truncate(run / "step-2" / "model.safetensors", 100)
-    assert inspect(run / "step-2", run / "step-4") == 2
-    assert "is not complete" in capsys.readouterr().err
-
-
-def test_equal_checksums_of_damaged_bytes_are_not_equal_where_bytes_are_verified(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(run / "step-2", run / "copy")
-    assert inspect(run / "step-2", run / "copy", "--verify") == 0
-    assert capsys.readouterr().out.count("all present ones match their checksums") == 2
-    damage(run / "copy" / "model.safetensors", 5000)
-    assert inspect(run / "step-2", run / "copy", "--verify") == 1
-    said = capsys.readouterr().out
-    assert "DAMAGED model.safetensors" in said
-    assert "compared" not in said
-    assert inspect(run / "step-2", run / "copy", "--verify", "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["equal"], len(found["damage"][0]), len(found["damage"][1])) == (None, 0, 1)
-
-
-def test_nothing_is_not_equal_to_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    assert inspect(tmp_path / "a", tmp_path / "b") == 2
-    assert "holds no safetensors files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["/dev/null", "pipe", "loop", "deep"])
@@ -406,18 +317,15 @@ def test_whatever_is_named_ends_with_a_status_and_no_traceback(
 def test_options_that_mean_nothing_are_refused(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect(made / "step-2", "--weights-only") == 2
-    assert "--weights-only compares two paths" in capsys.readouterr().err
     assert inspect(made, "--all") == 2
     assert "this is a run" in capsys.readouterr().err
 
 
 def test_json_has_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in (("a", 0.0), ("b", float("inf"))):
-        save_file({"x": torch.tensor([value])}, tmp_path / f"{name}.safetensors")
-    assert inspect(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json") == 1
+    save_file({"x": torch.tensor(torch.inf)}, tmp_path / "a.safetensors")
+    assert inspect(tmp_path / "a.safetensors", "--json") == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["tensors"][0]["max_abs_diff"] == "inf"
+    assert "inf" in str(found["scalars"])
 
 
 def test_a_run_with_nothing_whole_is_not_well(
@@ -452,5 +360,4 @@ def test_a_checkpoint_is_named_by_its_run(
 ) -> None:
     shutil.copytree(made, tmp_path / "run" / "checkpoints", symlinks=True)
     assert inspect(tmp_path / "run" / "latest") == 0
-    assert inspect(tmp_path / "run" / "step-2", made / "step-2") == 0
-    assert "equal" in capsys.readouterr().out
+    assert str(tmp_path / "run" / "checkpoints") in capsys.readouterr().out

@@ -18,7 +18,6 @@ from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.convert.catalogue import Catalogue, damage_of
-from shardwise.convert.difference import compare
 from shardwise.convert.export import ExportOptions, export
 from shardwise.convert.writer import Converted
 from tests.checkpoint.recorded import record
@@ -138,7 +137,9 @@ def test_transformers_loads_the_result(tmp_path: Path) -> None:
 
 def test_with_its_optimizer_a_run_goes_on_from_the_result(made: Path, tmp_path: Path) -> None:
     exported(made, tmp_path / "out", with_optimizer=True)
-    assert compare(Catalogue.read(made), Catalogue.read(tmp_path / "out")).is_empty
+    for kind in ("model", "optimizer"):
+        assert same(tensors(tmp_path / "out", kind), tensors(made, kind))
+    assert Catalogue.read(tmp_path / "out").training == Catalogue.read(made).training
     loaded_and_saved(TIED, 3, tmp_path / "out", tmp_path / "again")
     assert same(tensors(tmp_path / "again", "optimizer"), tensors(made, "optimizer"))
 

@@ -185,21 +185,17 @@ def recipe(name: str | None, file: Path | None) -> None:
 INSPECT = """\
 Show the contents of a run, a checkpoint, a Hugging Face folder or a .safetensors file.
 
-With a second path, show where the two differ: names, shapes, values and training state. For a run
-its newest complete checkpoint is compared.
-
 \b
 Examples:
   shardwise inspect run                      the checkpoints of a run
   shardwise inspect run/step-100 --verify    one of them, every byte checked
-  shardwise inspect run/step-100 run/step-200 [--verify]
 
 A run's checkpoints may lie in run or in run/checkpoints, where `shardwise train` puts them.
 
 \b
-Exit status: 0 if everything is complete, or the two are equal;
-             1 if something is not complete, damaged or cannot be read, a run has no complete
-               checkpoint, or the two differ;
+Exit status: 0 if everything is complete;
+             1 if something is not complete, damaged or cannot be read, or a run has no complete
+               checkpoint;
              2 if the path or an option is invalid.
 """
 
@@ -207,20 +203,18 @@ Exit status: 0 if everything is complete, or the two are equal;
 @commands.command(
     "inspect",
     help=INSPECT,
-    short_help="Show the contents of a checkpoint, or where two differ.",
+    short_help="Show the contents of a run or checkpoint.",
     context_settings=CONTEXT_SETTINGS,
 )
 @click.argument("path", type=click.Path(path_type=Path))
-@click.argument("other", type=click.Path(path_type=Path), required=False)
 @click.option("--verify", is_flag=True, help="Read every byte and compare it with its checksum.")
 @click.option("--all", "list_all", is_flag=True, help="List every tensor; do not group layers.")
-@click.option("--weights-only", is_flag=True, help="Compare parameters and buffers only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: Path, other: Path | None, **options: bool) -> None:
+def inspect(path: Path, **options: bool) -> None:
     """The command; its help is ``INSPECT``."""
     from shardwise.cli.inspect import InspectOptions, run_inspect
 
-    run_inspect(path, other, InspectOptions(**options))
+    run_inspect(path, InspectOptions(**options))
 
 
 # --- export ----------------------------------------------------------------------------------

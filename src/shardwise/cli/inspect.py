@@ -1,4 +1,4 @@
-"""``shardwise inspect PATH``: the contents of a run or checkpoint; with two, their difference."""
+"""``shardwise inspect PATH``: the contents of a run or checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,9 @@ from typing import Any
 import click
 
 from shardwise.cli.format_checkpoint import format_checkpoint, format_damage, format_run
-from shardwise.cli.format_difference import format_difference
 from shardwise.cli.format_names import escape, escape_lines, plural
-from shardwise.cli.runs import Listed, Run, checkpoint_of, folder_of_run, meant, survey
+from shardwise.cli.runs import Listed, Run, folder_of_run, meant, survey
 from shardwise.convert.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, damage_of
-from shardwise.convert.difference import ABSENT, Change, Difference, compare
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
 __all__ = ["InspectOptions", "run_inspect"]
@@ -32,14 +30,13 @@ class InspectOptions:
 
     verify: bool = False
     list_all: bool = False
-    weights_only: bool = False
     as_json: bool = False
 
 
-def run_inspect(path: Path, other: Path | None, options: InspectOptions) -> None:
+def run_inspect(path: Path, options: InspectOptions) -> None:
     """``shardwise inspect``; exits with ``EXIT_OK``, ``EXIT_PROBLEM`` or ``EXIT_ERROR``."""
     try:
-        status = _status(meant(path.expanduser()), other, options)
+        status = _status(meant(path.expanduser()), options)
     except ShardwiseError as error:
         click.echo(f"error: {escape_lines(str(error))}", err=True)
         sys.exit(EXIT_ERROR)
@@ -49,28 +46,16 @@ def run_inspect(path: Path, other: Path | None, options: InspectOptions) -> None
     sys.exit(status)
 
 
-def _status(path: Path, other: Path | None, options: InspectOptions) -> int:
-    folder = folder_of_run(path) if other is None else None
-    _check_options(other is None and options.weights_only, folder is not None and options.list_all)
-    if other is not None:
-        paths = checkpoint_of(path), checkpoint_of(other.expanduser())
-        broken = _compare_bytes(paths, options.as_json) if options.verify else EXIT_OK
-        return broken or _compare(paths, options)
-    if folder is not None:
-        return _show_run(survey(folder), options.verify, options.as_json)
-    return _show_checkpoint(path, options.verify, options.list_all, options.as_json)
-
-
-def _check_options(weights_only_of_one: bool, all_of_a_run: bool) -> None:
-    if weights_only_of_one:
-        raise ConfigError(
-            "--weights-only compares two paths, and one was given. Leave it out, or pass a second."
-        )
-    if all_of_a_run:
+def _status(path: Path, options: InspectOptions) -> int:
+    folder = folder_of_run(path)
+    if folder is None:
+        return _show_checkpoint(path, options.verify, options.list_all, options.as_json)
+    if options.list_all:
         raise ConfigError(
             "--all lists the tensors of a checkpoint, and this is a run. Pass one of its "
             "checkpoints, such as RUN/latest."
         )
+    return _show_run(survey(folder), options.verify, options.as_json)
 
 
 def _print_json(value: object) -> None:
@@ -225,55 +210,3 @@ def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[s
     if damage is not None:
         fields["damage"] = [dataclasses.asdict(block) for block in damage]
     return fields
-
-
-# --- two -------------------------------------------------------------------------------------
-
-
-def _compare_bytes(paths: tuple[Path, Path], as_json: bool) -> int:
-    """Verify both; if either is damaged, print that and return ``EXIT_PROBLEM``."""
-    catalogues = [Catalogue.read(path) for path in paths]
-    damages = [_verified(catalogue) for catalogue in catalogues]
-    if any(damages) and as_json:
-        fields = [[dataclasses.asdict(block) for block in damage] for damage in damages]
-        _print_json({"paths": list(map(str, paths)), "equal": None, "damage": fields})
-    if as_json:
-        return EXIT_PROBLEM if any(damages) else EXIT_OK
-    for catalogue, damage in zip(catalogues, damages, strict=True):
-        title = f"bytes of {escape(catalogue.path)}"
-        if catalogue.manifest is None:
-            click.echo(f"{title}: no manifest, so no checksums: integrity unknown")
-        else:
-            click.echo(_verdict(damage, title))
-        for line in format_damage(damage):
-            click.echo(line)
-    return EXIT_PROBLEM if any(damages) else EXIT_OK
-
-
-def _compare(paths: tuple[Path, Path], options: InspectOptions) -> int:
-    a, b = paths
-    difference = compare(Catalogue.read(a), Catalogue.read(b), options.weights_only)
-    if options.as_json:
-        _print_json(_difference_json(difference, (str(a), str(b))))
-    else:
-        for line in format_difference(difference, (str(a), str(b)), options.list_all):
-            click.echo(line)
-    return EXIT_OK if difference.is_empty else EXIT_PROBLEM
-
-
-def _difference_json(difference: Difference, names: tuple[str, str]) -> dict[str, Any]:
-    def changes(some: Iterable[Change]) -> list[dict[str, Any]]:
-        return [
-            {key: value for key, value in change._asdict().items() if value is not ABSENT}
-            for change in some
-        ]
-
-    return {
-        "paths": names,
-        "equal": difference.is_empty,
-        "only": difference.only,
-        "tensors": [one._asdict() for one in difference.tensors],
-        "equal_tensors": difference.equal,
-        "training": changes(difference.training),
-        "only_tensors": difference.only_tensors,
-    }

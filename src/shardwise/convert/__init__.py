@@ -1,6 +1,6 @@
-"""Checkpoints looked at, compared and rewritten in other formats. Nothing here needs a model.
+"""Checkpoints looked at and rewritten in other formats. Nothing here needs a model.
 
-Read in this order: ``catalogue`` (what a checkpoint holds), ``difference`` (where two differ),
-``writer`` and ``export`` (safetensors again: merged, split or cast; one file of ``torch.save``),
-``dcp_export``; ``torch_reader``, ``normalize`` and ``dcp_import`` (the way back).
+Read in this order: ``catalogue`` (what a checkpoint holds), ``writer`` and ``export`` (safetensors
+again: merged, split or cast; one file of ``torch.save``), ``dcp_export``; ``torch_reader``,
+``normalize`` and ``dcp_import`` (the way back).
 """
