@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.options import LoadOptions, SaveOptions
-from shardwise.optim.fused import AdamWPolicy, SGDPolicy
+from shardwise.optim.fused import AdamWPolicy
 from shardwise.optim.muon import MuonPolicy
 from shardwise.options import Options
 from tests.copies import said
@@ -30,7 +30,6 @@ FRONT_DOORS: list[tuple[Callable[..., Any], type, set[str]]] = [
     (sw.Sharded.state_dict, sw.StateDict, {"self", "kind"}),
     (sw.Sharded.optimizer_state_dict, sw.StateDict, {"self", "kind", "optimizer"}),
     (sw.optim.AdamW.__init__, AdamWPolicy, GIVEN),
-    (sw.optim.SGD.__init__, SGDPolicy, GIVEN),
     (sw.optim.Muon.__init__, MuonPolicy, GIVEN | {"adamw"}),
 ]
 NOT_MADE_BY_USERS = {"Loaded", "Recording", "Saved", "SavedFile", "Sharded", "Trace"}

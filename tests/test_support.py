@@ -141,7 +141,6 @@ AXES: dict[str, dict[str, Value]] = {
     "optimizer": {
         "SGD": Value("torch.optim.SGD", {}, of_params(SGD, lr=0.1, momentum=0.9)),
         "AdamW": Value("torch.optim.AdamW", {}, of_params(AdamW, **ADAMW)),
-        "flat SGD": Value("sw.optim.SGD", {}, of_handle(sw.optim.SGD, lr=0.1, momentum=0.9)),
         "flat AdamW": Value("sw.optim.AdamW", {}, of_handle(sw.optim.AdamW, **ADAMW)),
         "8-bit": Value("bitsandbytes.optim.AdamW8bit", {"blocksize": 256}, eight_bits),
         "torch's Muon": Value("torch.optim.Muon", {}, of_matrices(Muon, lr=0.01)),

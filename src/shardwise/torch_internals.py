@@ -83,7 +83,6 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_ = torch._fused_adamw_
-fused_sgd_ = torch._fused_sgd_
 
 #: ``(matrix, coefficients, steps, eps) →`` orthogonalised, in bfloat16; may overwrite ``matrix``.
 orthogonalize = _muon._zeropower_via_newtonschulz

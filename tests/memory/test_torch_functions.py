@@ -219,7 +219,7 @@ def test_values_that_were_swapped_out_by_data_can_be_swapped_in_again(
             sharded = sw.shard(model, strategy, comm=comm)
             optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             if flat:
-                optimizer = sw.optim.SGD(sharded, lr=0.1)
+                optimizer = sw.optim.AdamW(sharded, lr=0.1)
             model(torch.ones(2, 5)).sum().backward()
             optimizer.step()
             before = clones(model.state_dict())

@@ -35,12 +35,12 @@ def test_groups_are_as_torchs() -> None:
             [{"params": params[:3]}, {"params": iter(params[3:]), "lr": 0.5}],
             [{"params": params[0]}, {"params": list(model.named_parameters())[1:], "lr": 0.5}],
         ):
-            optimizer = sw.optim.SGD(sharded, groups, lr=0.1, momentum=0.9)
+            optimizer = sw.optim.AdamW(sharded, groups, lr=0.1, eps=0.5)
             assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-            assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
+            assert [group["eps"] for group in optimizer.param_groups] == [0.5, 0.5]
             held = [param for group in optimizer.param_groups for param in group["params"]]
             assert all(a is b for a, b in zip(held, params, strict=True))
-        assert names(sw.optim.SGD(sharded, params[:2])) == [
+        assert names(sw.optim.AdamW(sharded, params[:2])) == [
             ["embed.weight", "blocks.0.norm1.weight"]
         ]
 
@@ -123,7 +123,7 @@ def test_a_parameter_of_another_model_is_refused() -> None:
         (plain.weight, "Parameter"),
         (3, "int"),
     ):
-        text = said(sw.OptimizerError, lambda: sw.optim.SGD(sharded, [{"params": [param]}]))  # noqa: B023
+        text = said(sw.OptimizerError, lambda: sw.optim.AdamW(sharded, [{"params": [param]}]))  # noqa: B023
         assert text.startswith(
             f"{what} is in a parameter group and is none of this sharded model's"
         )
@@ -133,11 +133,11 @@ def test_a_parameter_in_two_groups_is_refused_by_torch() -> None:
     sharded = sw.shard(nets.decoder())
     head = sharded.model.get_parameter("lm_head.weight")
     with pytest.raises(ValueError, match="more than one parameter group"):
-        sw.optim.SGD(sharded, [{"params": [head]}, {"params": [head]}])
+        sw.optim.AdamW(sharded, [{"params": [head]}, {"params": [head]}])
     with pytest.raises(TypeError, match="ordered collections"):
-        sw.optim.SGD(sharded, [{"params": {head}}])
+        sw.optim.AdamW(sharded, [{"params": {head}}])
     with pytest.raises(ValueError, match="empty parameter list"):
-        sw.optim.SGD(sharded, [])
+        sw.optim.AdamW(sharded, [])
 
 
 def test_a_dtype_that_no_fused_kernel_takes_is_refused() -> None:
@@ -163,8 +163,8 @@ def test_a_group_with_an_option_that_cannot_work_is_refused(name: str) -> None:
 
 
 def test_an_optimizer_reads_as_its_groups_and_options_without_a_list_of_names() -> None:
-    optimizer = sw.optim.SGD(sw.shard(nets.decoder()), [{"params": ".*norm.*", "lr": 0.5}])
+    optimizer = sw.optim.AdamW(sw.shard(nets.decoder()), [{"params": ".*norm.*", "lr": 0.5}])
     assert repr(optimizer) == (
-        "sw.optim.SGD(\n    14 parameters: dampening=0.0, lr=0.5, momentum=0.0, nesterov=False, "
-        "weight_decay=0.0\n)"
+        "sw.optim.AdamW(\n    14 parameters: amsgrad=False, betas=(0.9, 0.999), eps=1e-08, lr=0.5, "
+        "weight_decay=0.01\n)"
     )

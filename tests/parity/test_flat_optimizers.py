@@ -35,14 +35,8 @@ from tests.parity.sharded import (
 from tests.ranks import gloo_group, outcomes_of
 from tests.steps import STRATEGIES
 
-SGD: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}
 ADAMW: dict[str, Any] = {"lr": 0.01, "eps": 1e-4}
 KINDS: dict[str, tuple[MakeOptimizer, How, float]] = {
-    "SGD": (
-        partial(torch.optim.SGD, **SGD),
-        How(optimizer=partial(sw.optim.SGD, **SGD)),
-        1e-5,
-    ),
     "AdamW": (
         partial(torch.optim.AdamW, **ADAMW),
         How(optimizer=partial(sw.optim.AdamW, **ADAMW)),
@@ -113,8 +107,8 @@ def assert_same(ranks: list[Sharded], others: list[Sharded]) -> None:
 # ---- over shared memory --------------------------------------------------------------------
 
 
-RUNS = [("SGD", None), ("AdamW", None), ("AdamW", torch.bfloat16), ("Muon", None)]
-SHARED = {**KINDS, "Muon": (KINDS["SGD"][0], How(optimizer=partial(sw.optim.Muon, lr=0.02)), 0.0)}
+RUNS = [("AdamW", None), ("AdamW", torch.bfloat16), ("Muon", None)]
+SHARED = {**KINDS, "Muon": (KINDS["AdamW"][0], How(optimizer=partial(sw.optim.Muon, lr=0.02)), 0.0)}
 
 
 def over_shared_memory(rank: int, world: int, folder: str) -> list[Sharded]:
@@ -147,12 +141,12 @@ def test_over_shared_memory_it_gives_the_bits_that_threads_give() -> None:
 
 
 def test_a_step_that_is_taken_twice_is_far_away() -> None:
-    class Twice(sw.optim.SGD):
+    class Twice(sw.optim.AdamW):
         def _carry_out(self, update: Update, gradients: list[Tensor], scale: Tensor | None) -> None:
             super()._carry_out(update, gradients, scale)
             super()._carry_out(update, gradients, scale)
 
-    recipe = Recipe.of(TIED, KINDS["SGD"][0])
-    ranks = on_threads(2, recipe, How(optimizer=partial(Twice, **SGD)))
+    recipe = Recipe.of(TIED, KINDS["AdamW"][0])
+    ranks = on_threads(2, recipe, How(optimizer=partial(Twice, **ADAMW)))
     with pytest.raises(AssertionError):
         assert_close(ranks, large_batch(recipe, 2), 1e-2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.optim.average import EMA
-from shardwise.optim.fused import SGD, AdamW
+from shardwise.optim.fused import AdamW
 from shardwise.optim.muon import Muon
 
-__all__ = ["EMA", "SGD", "AdamW", "Muon"]
+__all__ = ["EMA", "AdamW", "Muon"]

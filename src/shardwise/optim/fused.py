@@ -1,8 +1,8 @@
-"""AdamW and SGD by torch's fused kernels, on the runs of flat shards.
+"""AdamW by torch's fused kernel, on the runs of flat shards.
 
-The kernels are torch's own (``torch._fused_adamw_``, ``torch._fused_sgd_``), so that an update is
-bit for bit that of ``torch.optim.AdamW(fused=True)`` and ``SGD(fused=True)`` on tensors that hold
-the same runs. On CPU this was run; on CUDA it was not.
+The kernel is torch's own (``torch._fused_adamw_``), so that an update is bit for bit that of
+``torch.optim.AdamW(fused=True)`` on tensors that hold the same runs. On CPU this was
+run; on CUDA it was not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.optim.flat import FlatOptimizer, ShardedModel
 from shardwise.optim.flat_state import STEP
 from shardwise.optim.groups import Policy
 from shardwise.optim.update import Call, Update
-from shardwise.torch_internals import fused_adamw_, fused_sgd_
+from shardwise.torch_internals import fused_adamw_
 
 
 @checked
@@ -48,36 +48,6 @@ class AdamWPolicy:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
                 f"betas are {self.betas}; each must be in [0, 1), as in (0.9, 0.999)."
-            )
-
-
-@checked
-@dataclass(frozen=True)
-class SGDPolicy:
-    """The options of SGD, those of ``torch.optim.SGD`` and ``max_norm``.
-
-    Attributes:
-        lr: the learning rate; a 0-dim tensor, too.
-        momentum: the decay rate of the sum of past gradients; 0 = no momentum.
-        dampening: the part of a gradient that is not added to that sum.
-        nesterov: Nesterov momentum.
-        weight_decay: ``weight_decay`` times the parameter is added to its gradient.
-        max_norm: the largest global norm of gradients; ``None`` = any.
-    """
-
-    lr: float | Tensor = 1e-3
-    momentum: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    max_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "lr", "momentum", "weight_decay")
-        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
-            raise ConfigError(
-                f"nesterov needs a momentum and no dampening; they are {self.momentum} and "
-                f"{self.dampening}. Set momentum=0.9, dampening=0, or leave nesterov out."
             )
 
 
@@ -153,47 +123,3 @@ def update_by_adamw(
         maximize=False,
         grad_scale=scale,
     )
-
-
-class SGD(FlatOptimizer):
-    """Stochastic gradient descent with momentum (Sutskever et al. 2013), flat and fused.
-
-    Options are the fields of ``SGDPolicy``; for the rest see ``FlatOptimizer``.
-    """
-
-    policy_type = SGDPolicy
-
-    @named
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        groups: Iterable[Any] | None = None,
-        *,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        nesterov: bool = False,
-        weight_decay: float = 0.0,
-        max_norm: float | None = None,
-    ) -> None:
-        super().__init__(sharded, groups, locals())
-
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] else ()
-
-    def _carry_out(self, update: Update, gradients: list[Tensor], scale: Tensor | None) -> None:
-        for call in update.calls:
-            group = self.param_groups[call.group]
-            fused_sgd_(
-                call.params,
-                [gradients[at] for at in call.gradients],
-                call.state.get("momentum_buffer", []),
-                lr=group["lr"],
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                weight_decay=group["weight_decay"],
-                maximize=False,
-                is_first_step=call.is_first,
-                grad_scale=scale,
-            )
