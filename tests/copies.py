@@ -67,7 +67,8 @@ def assert_near(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
         if other.numel():
             wide = torch.complex128 if other.is_complex() else torch.float64
             far = (one.to(wide) - other.to(wide)).abs().max().item()
-            assert far <= tolerance * other.to(wide).abs().max().item(), at
+            largest = other.to(wide).abs().max().item()
+            assert far <= tolerance * largest, f"tensor {at}: off by {far:.1e} of {largest:.1e}"
 
 
 def local(value: Tensor | None) -> Tensor:
