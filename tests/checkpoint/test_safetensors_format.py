@@ -252,7 +252,7 @@ def test_what_torch_lacks_is_named_only_if_it_is_wanted(tmp_path: Path) -> None:
     model = nn.Linear(4, 4, bias=False)
     report = sw.shard(model).load(path, strict=False)
     assert report.unexpected == ("six", "odd", "scale")
-    assert not model.weight.any()
+    assert not model.state_dict()["weight"].any()
     wanting = nn.Linear(8, 4, bias=False)
     others(path, weight=("F6_E2M3", [4, 8], 24))
     with pytest.raises(sw.CheckpointError, match=r"weight: stored as F6_E2M3, the model has F32"):

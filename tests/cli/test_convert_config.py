@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def entries(report: str) -> list[str]:
+    """A line for each entry, whose text is folded at the terminal's width."""
+    return re.sub(r"\n +", " ", report).splitlines()
+
+
 def test_gaudis_file_becomes_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = convert(capsys, here, "fsdp_config.json").splitlines()
+    lines = entries(convert(capsys, here, "fsdp_config.json"))
     assert len(lines) == 1 + len(json.loads(GAUDI)) + 1
     words = "translated fsdp_sharding_strategy 1 sharding.strategy: full_shard"
     assert " ".join(lines[5].split()).startswith(words)
@@ -186,7 +192,7 @@ def test_what_is_to_be_filled_in_is_said_and_no_recipe_before(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "run.py").write_text(document("run.py"), "utf-8")
-    lines = convert(capsys, here, "run.py", strict=False).splitlines()
+    lines = entries(convert(capsys, here, "run.py", strict=False))
     (line,) = (line for line in lines if line.startswith("fill in"))
     assert "data.source needs a value: this is no file, and no OWNER/NAME of the hub" in line
     text = (here / "run.recipe.yaml").read_text("utf-8")

@@ -6,6 +6,7 @@ shard of the embedding has fewer elements than that, the embedding has more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_a_shard_is_quantised_if_the_whole_parameter_would_be() -> None:
         step(model, optimizer, batch(0, 0))
         embed, query = model.get_parameter("embed.weight"), "blocks.0.attention.query.weight"
         states = optimizer.state[embed], optimizer.state[model.get_parameter(query)]
-        return embed.numel(), *(state["state1"].dtype for state in states)
+        return math.prod(embed.shape), *(state["state1"].dtype for state in states)
 
     for numel, of_embedding, of_query in on_ranks(4, net, rank):
         assert numel < LEAST <= 101 * 24

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
@@ -35,7 +36,7 @@ def steps(sharded: sw.Sharded, kind: str, overflow: tuple[int, int]) -> list[tup
         before = clones(sharded.model.state_dict())
         scaler.scale(nets.loss(sharded.model, BATCH(sharded.comm.rank, 2))).backward()
         if (step, sharded.comm.rank) == overflow:
-            largest = max(sharded.model.parameters(), key=Tensor.numel)
+            largest = max(sharded.model.parameters(), key=lambda p: math.prod(p.shape))
             local(largest.grad).view(-1)[-1] = torch.inf
         scaler.step(optimizer)
         scaler.update()

@@ -145,7 +145,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     """Parameters and optimizer state of a checkpoint."""
     return {
         f"{path.stem}/{name}": tensor
-        for path in sorted(folder.glob("*.safetensors"))
+        for path in sorted(folder.rglob("*.safetensors"))
         if not path.stem.startswith("ranks")
         for name, tensor in load_file(path).items()
     }
