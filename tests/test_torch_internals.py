@@ -216,6 +216,7 @@ def test_some_functions_hand_tensors_to_c_and_do_not_ask_their_class(number: int
         return transform(lambda _: torch.zeros(()))
 
     torch_jit: Any = torch.jit
+    dlpack: Any = torch.utils.dlpack
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch_jit.trace(torch.abs, torch.ones(2))
@@ -227,8 +228,33 @@ def test_some_functions_hand_tensors_to_c_and_do_not_ask_their_class(number: int
         ),
         transformed(torch.func.grad),
         transformed(torch.func.functionalize),
+        torch.tensor,
+        torch.as_tensor,
+        torch.asarray,
+        lambda value: torch.nested.nested_tensor([value]),
+        dlpack.to_dlpack,
     )
-    uses[number](loud(torch.ones(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's advice on copies of tensors
+        uses[number](loud(torch.ones(2)))
+
+
+def test_a_function_is_scripted_as_the_operator_that_it_stands_for() -> None:
+    """Else a script that calls ``torch.tensor`` could not be compiled once that is replaced."""
+    internals.script_as(negated, torch.neg)
+    script: Any = torch.jit.script
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = script(calls_negated)
+    assert torch.equal(scripted(torch.ones(2)), -torch.ones(2))
+
+
+def negated(*args: Any) -> Tensor:
+    raise AssertionError("torch has the operator")
+
+
+def calls_negated(x: Tensor) -> Tensor:
+    return negated(x)
 
 
 # ---- modules ---------------------------------------------------------------------------------

@@ -47,7 +47,18 @@ UNSEEN_CALLS: tuple[tuple[Any, str], ...] = (
     (vmap, "_add_batch_dim"),
     (eager_transforms, "_wrap_for_grad"),
     (eager_transforms, "_wrap_functional_tensor"),
+    (torch, "tensor"),
+    (torch, "as_tensor"),
+    (torch, "asarray"),
+    (torch.nested, "nested_tensor"),
+    (torch.utils.dlpack, "to_dlpack"),
 )
+
+
+def script_as(function: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let ``torch.jit.script`` compile ``function`` as the operator that ``original`` is."""
+    if (operator := torch.jit._builtins._find_builtin(original)) is not None:
+        torch.jit._builtins._register_builtin(function, operator)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -133,3 +133,90 @@ def test_outside_of_a_pass_every_rank_refuses_it(world: int) -> None:
             assert "needs the full tensor" in text
 
     on_ranks(world, lambda: Fused("vmap"), rank)
+
+
+# ---- copies and memory ---------------------------------------------------------------------------
+
+
+DLPACK: Any = torch.utils.dlpack
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "torch.tensor": lambda weight: torch.tensor(weight, dtype=torch.float64),
+    "torch.as_tensor": lambda weight: torch.as_tensor(weight, dtype=torch.float64),
+    "torch.asarray": lambda weight: torch.asarray(weight, copy=True),
+    "a list": lambda weight: torch.nested.nested_tensor([weight]).unbind()[0],
+    "numpy": lambda weight: torch.from_numpy(weight.detach().numpy()),
+    "__array__": lambda weight: torch.from_numpy(weight.detach().__array__()),
+    "tolist": lambda weight: torch.Tensor(weight.tolist()),
+    "DLPack": lambda weight: DLPACK.from_dlpack(DLPACK.to_dlpack(weight.detach())),
+}
+
+
+class Reading(nn.Module):
+    """Reads the weight of another unit, which has not computed yet, or of its own."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.read, self.first, self.head = read, nn.Linear(6, 6), nn.Linear(6, 3)
+        self.copies = list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            self.copies.append(self.read(self.head.weight).double().clone())
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_copy_of_a_parameter_is_whole_in_a_pass_and_refused_at_rest(
+    name: str, world: int
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        assert isinstance(model, Reading)
+        expected = model.head.weight.detach().double().clone()
+        sw.shard(model, comm=comm, wrap=sw.wrap.by_class(nn.Linear))
+        for value in (model.head.weight, model.head.weight.detach()):
+            assert "'head.weight'" in said(sw.ShardUseError, partial(READS[name], value))
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+        for copied in model.copies:
+            assert torch.equal(copied, expected)
+
+    on_ranks(world, lambda: Reading(READS[name]), rank)
+
+
+def test_in_a_pass_an_address_is_that_of_the_whole_parameter() -> None:
+    """A kernel of one's own reads as many elements there as ``shape`` says."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        assert isinstance(model, Reading)
+        sw.shard(model, comm=comm, wrap=sw.wrap.by_class(nn.Linear))
+        model(torch.ones(2, 6))
+        assert model.copies[0].item() >= 18 * 4
+
+    on_ranks(2, lambda: Reading(lambda w: torch.tensor(w.untyped_storage().nbytes())), rank)
+
+
+class Arrays(nn.Linear):
+    """Makes an array of its weight, in the weight's own memory, in each forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.array = self.weight.detach().numpy()
+        return super().forward(x)
+
+
+def test_an_array_in_the_memory_of_a_gathered_parameter_stays_readable() -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        assert isinstance(model, nn.Sequential)
+        assert isinstance(model[0], Arrays)
+        expected = model[0].weight.detach().clone()
+        sw.shard(model, comm=comm, wrap=sw.wrap.by_class(nn.Linear))
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+            assert torch.equal(torch.from_numpy(model[0].array), expected)
+
+    on_ranks(2, lambda: nn.Sequential(Arrays(6, 6), nn.Linear(6, 3)), rank)

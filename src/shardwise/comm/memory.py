@@ -43,8 +43,12 @@ class Memory:
         return self._new(numel, dtype)
 
     def free(self, storage: UntypedStorage) -> None:
-        """Free the memory of a full bucket. Its tensors and views stay, for ``refill``."""
-        storage.resize_(0)
+        """Free the memory of a full bucket. Its tensors and views stay, for ``refill``.
+
+        Memory that ``Tensor.numpy`` handed out is not resizable: the array reads it, so it stays.
+        """
+        if storage.resizable():
+            storage.resize_(0)
 
     def refill(self, storage: UntypedStorage, nbytes: int) -> None:
         """Allocate the memory of a freed full bucket again, uninitialised."""

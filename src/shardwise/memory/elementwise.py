@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = ["COPIES", "COUNTS", "ELEMENTWISE", "METADATA", "NEW", "SHAPES", "bare_name", "writes"]
+__all__ = [
+    "ADDRESSES",
+    "COPIES",
+    "COUNTS",
+    "ELEMENTWISE",
+    "METADATA",
+    "NEW",
+    "SHAPES",
+    "bare_name",
+    "writes",
+]
 
 
 @cache
@@ -32,7 +42,7 @@ def writes(name: str) -> bool:
 _METADATA = """
     detach zeros_like ones_like empty_like full_like rand_like randn_like requires_grad dim
     ndimension stride storage_offset element_size is_floating_point is_complex
-    is_contiguous is_signed is_sparse is_cuda is_meta is_inference data_ptr storage untyped_storage
+    is_contiguous is_signed is_sparse is_cuda is_meta is_inference
     get_device has_names is_shared is_pinned is_same_size type register_hook
     register_post_accumulate_grad_hook retain_grad repr format hash delattr setattr _is_view
     result_type can_cast is_tensor is_storage dlpack_device
@@ -50,6 +60,8 @@ _ELEMENTWISE = """
     bitwise_xor and or xor invert relu sgd adam adamw adagrad
 """
 METADATA = frozenset(_METADATA.split())
+ADDRESSES = frozenset({"data_ptr", "storage", "untyped_storage"})
+"""They tell where the elements are: of the whole ones in a pass, where kernels read them there."""
 COUNTS = frozenset({"numel", "nelement"})
 """They count the elements of the whole."""
 SHAPES = frozenset({"size", "len"})

@@ -1,10 +1,11 @@
 """Calls into torch that ``__torch_function__`` does not see, made to see shards.
 
 torch hands tensors to C++ there without asking their class: a custom ``autograd.Function`` would be
-recorded with the shape of this rank's shard, a scripted function would compute with the shard, and
-the transforms of ``torch.func`` wrap it in a plain tensor. So each of these functions first looks
-for shards among its arguments. In a pass of the model parameters are made whole, as for any other
-function (see ``shard_tensor``); otherwise the call is refused on every rank.
+recorded with the shape of this rank's shard, a scripted function would compute with the shard, the
+transforms of ``torch.func`` wrap it in a plain tensor, and ``torch.tensor`` copies it to one. So
+each of these functions first looks for shards among its arguments. In a pass of the model
+parameters are made whole, as for any other function (see ``shard_tensor``); otherwise the call is
+refused on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shardwise.memory.function_call import Call
 from shardwise.memory.shard_tensor import ShardTensor
 from shardwise.memory.sharded_parameter import ShardedParameter
 from shardwise.memory.torch_functions import gather_arguments
-from shardwise.torch_internals import UNSEEN_CALLS, disable_torch_function
+from shardwise.torch_internals import UNSEEN_CALLS, disable_torch_function, script_as
 
 __all__ = ["intercept_calls"]
 
@@ -31,6 +32,7 @@ def intercept_calls() -> None:
     for owner, name in UNSEEN_CALLS:
         original = vars(owner)[name]
         intercepted = _intercepted(getattr(original, "__func__", original))
+        script_as(intercepted, original)
         is_bound = isinstance(original, classmethod)
         setattr(owner, name, classmethod(intercepted) if is_bound else intercepted)
 
