@@ -23,15 +23,16 @@ __all__ = ["check_batch_norm", "sync_buffers"]
 
 def check_batch_norm(model: nn.Module, comm: Comm) -> None:
     """Raises ``ConfigError`` for what would be trained with the statistics of one rank's rows."""
-    if comm.size == 1 or comm.device.type != "cpu":
+    if comm.device.type != "cpu":
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise ConfigError(
-                f"{name!r} is a SyncBatchNorm, which torch has for accelerators only: on these "
-                f"{comm.size} CPU ranks a training step would fail, or use the statistics of its "
-                'own rank. Keep nn.BatchNorm and pass buffers="average" or "broadcast", which make '
-                "running statistics alike; to validate only, call model.eval() before shard()."
+                f"{name!r} is a SyncBatchNorm, which torch has for accelerators only: on "
+                f"several CPU ranks (now {comm.size}) a training step would fail, or use the "
+                'statistics of its own rank. Keep nn.BatchNorm and pass buffers="average" or '
+                '"broadcast", which make running statistics alike; to validate only, call '
+                "model.eval() before shard()."
             )
 
 
