@@ -218,7 +218,7 @@ def test_some_functions_hand_tensors_to_c_and_do_not_ask_their_class(number: int
     torch_jit: Any = torch.jit
     dlpack: Any = torch.utils.dlpack
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # of being deprecated, by another class in each version
         scripted = torch_jit.trace(torch.abs, torch.ones(2))
     uses = (
         Doubled.apply,
@@ -244,7 +244,7 @@ def test_a_function_is_scripted_as_the_operator_that_it_stands_for() -> None:
     internals.script_as(negated, torch.neg)
     script: Any = torch.jit.script
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         scripted = script(calls_negated)
     assert torch.equal(scripted(torch.ones(2)), -torch.ones(2))
 

@@ -43,7 +43,7 @@ def fused(x: Tensor, weight: Tensor) -> Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore")
 
     @torch.jit.script
     def scripted(x: Tensor, weight: Tensor) -> Tensor:

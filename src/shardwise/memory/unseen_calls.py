@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
+from types import ClassMethodDescriptorType
 from typing import Any
 
 from shardwise.memory.function_call import Call
@@ -31,10 +32,19 @@ def intercept_calls() -> None:
     """Once per process, when the first model is sharded."""
     for owner, name in UNSEEN_CALLS:
         original = vars(owner)[name]
-        intercepted = _intercepted(getattr(original, "__func__", original))
+        is_bound = isinstance(original, (classmethod, ClassMethodDescriptorType))
+        intercepted = _intercepted(_of_any_class(original) if is_bound else original)
         script_as(intercepted, original)
-        is_bound = isinstance(original, classmethod)
         setattr(owner, name, classmethod(intercepted) if is_bound else intercepted)
+
+
+def _of_any_class(method: Any) -> Callable[..., Any]:
+    """A class method, in Python or, as in torch 2.15, in C, that is given the class."""
+
+    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, cls)(*args, **kwargs)
+
+    return call
 
 
 def _intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
