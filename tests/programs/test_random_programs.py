@@ -16,7 +16,6 @@ REFUSED = (
     "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.prove) for seed in range(40, 300))]
 )
 def test_a_random_program_is_equal_to_one_process_or_refused(seed: int) -> None:
-    world = (1, 2, 3)[seed % 3]
-    verdict, text = judged(seed, world)
+    verdict, text = judged(seed)
     known = verdict.word == "refused" and any(reason in verdict.why for reason in REFUSED)
     assert known or verdict.word == "equal", f"{verdict}\n\n{text}"
