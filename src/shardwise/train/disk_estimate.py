@@ -15,10 +15,10 @@ from shardwise.printed import size
 from shardwise.train.config import Recipe
 from shardwise.train.job import Job
 from shardwise.train.length import times_due
+from shardwise.train.memory_estimate import MOMENTS
+from shardwise.train.optimizer import blocksize_of
 
 __all__ = ["check_disk", "checkpoint_bytes"]
-
-MOMENTS = 2  # of AdamW, per parameter
 
 
 def check_disk(job: Job, checkpoints: Path) -> None:
@@ -54,12 +54,12 @@ def most_at_once(recipe: Recipe) -> int:
 def checkpoint_bytes(job: Job) -> tuple[int, int]:
     """Return the bytes that a checkpoint stores of parameters, and of optimizer state."""
     only_trained = job.recipe.adapter.rank is not None
+    in_8_bits = blocksize_of(job.recipe.optimizer.name) > 0
     parameters = state = 0
     for bucket in job.sharded.buckets:
         numel, itemsize = bucket.layout.used, bucket.dtypes.stored.itemsize
         trained = bool(bucket.gradients.trained)
         parameters += numel * itemsize * (trained or not only_trained)
-        in_8_bits = job.recipe.optimizer.name.endswith("8bit")
         state += MOMENTS * numel * (1 if in_8_bits else itemsize) * trained
         state += numel * itemsize * trained * (job.ema is not None)
     return parameters, state
