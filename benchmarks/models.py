@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.training import Batch, Loss, decoder_config, next_token_loss, token_batch
+from shardwise.recipe.model_config import ModelConfig
 from shardwise.train.decoder import Block, Decoder, Rotary
-from shardwise.train.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from shardwise.comm.protocol import Counters
-from shardwise.train.model_config import ModelConfig
-from shardwise.units.units import choose_units
+from shardwise.plan.units.units import choose_units
+from shardwise.recipe.model_config import ModelConfig
 
 Batch = tuple[Tensor, ...]
 """Inputs and targets, or inputs alone."""

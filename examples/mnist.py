@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shardwise as sw
-from shardwise.comm.devices import device_count
-from shardwise.comm.environment import read_launch
+from shardwise.comm.machine.devices import device_count
+from shardwise.comm.machine.environment import read_launch
 from shardwise.launch.ports import free_port
 
 PORT = 12355

@@ -21,14 +21,12 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
-from shardwise.checkpoint import Training
-from shardwise.comm.environment import read_launch
+from shardwise.comm.machine.environment import read_launch
 from shardwise.launch.ports import free_port
-from shardwise.train.collectives import all_gather_values
+from shardwise.recipe.read import flatten, read_recipe
 from shardwise.train.data import prepare
 from shardwise.train.folder import Folder
 from shardwise.train.hf_config import llama_config
-from shardwise.train.recipe import flatten, read_recipe
 from shardwise.train.streams import StreamBatches
 from shardwise.train.tokenizer import end_id
 
@@ -112,17 +110,19 @@ def train(recipe, comm):
         comm=comm,
         mesh=recipe.sharding.mesh,
         init=model._init_weights,  # noqa: SLF001 - the name that transformers gives it
-        precision=sw.Precision(compute=torch.bfloat16),
+        precision=sw.Precision(param_dtype=torch.bfloat16),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.optimizer.lr)
 
     with closing(StreamBatches(data.training, comm.rank, comm.size)) as batches:
-        loaded = sharded.resume(folder, optimizer, Training())
-        start = {"step": 0, "streams": [], "data": data.fingerprint}
+        loaded = sharded.resume(folder, optimizer, sw.Training())
+        start = {"step": 0, "data": data.fingerprint}
         position = loaded.document.position if loaded else start
         if position["data"] != data.fingerprint:
             raise SystemExit(f"{folder} was trained on other text: name another with --folder")
-        batches.start(position["streams"])
+        # Each rank saved the positions of its own streams; now they may be shared out otherwise.
+        ranks = loaded.document.local if loaded else []
+        batches.start([stream for streams in ranks for stream in streams])
         first, steps, rows = position["step"], recipe.run.steps, recipe.batch.rows
         say(f"model: {sharded.numel():,} parameters, {sharded.placement.name}, {comm.size} ranks")
         say(
@@ -152,9 +152,8 @@ def train(recipe, comm):
             speed = (step - first) * rows * recipe.data.context / (time.perf_counter() - begin)
             say(f"step: {step}  loss {mean:.4f}  grad norm {norm:.3f}  {speed:,.0f} tokens/s")
             if step % recipe.checkpoint.save_every == 0 or step == steps:
-                streams = all_gather_values(comm, batches.positions(), "positions in the text")
-                position = {"step": step, "streams": streams, "data": data.fingerprint}
-                training = Training(step, position=position)
+                position = {"step": step, "data": data.fingerprint}
+                training = sw.Training(step, position=position, local=batches.positions())
                 saved = sharded.save(folder / f"step-{step}", optimizer, training, files=files)
                 say(f"saved {saved.path}")
     say("All done")

@@ -22,7 +22,7 @@ from torch.nn import Linear
 from torch.optim import SGD
 
 import shardwise as sw
-from shardwise.comm.environment import read_launch
+from shardwise.comm.machine.environment import read_launch
 from shardwise.launch.ports import free_port
 
 PORT = 12355

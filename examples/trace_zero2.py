@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.environment import read_launch
+from shardwise.comm.machine.environment import read_launch
 
 DIM = 64
 

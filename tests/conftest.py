@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 
 # Before torch is imported, and inherited by spawned ranks.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
+# Some virtual machines show AMX and end a process that uses it. Sums of bf16 are alike on all.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import random
 import signal
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +26,47 @@ from hypothesis import settings
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_")
+# Files in which all is for make prove.
+RIVALS = ("test_ddp.py", "test_fsdp1.py", "test_fsdp2.py")
+PROVED = (*RIVALS, "test_fabric.py", "test_hf.py", "test_trl.py")
+# Along these one property is measured again and again. What else is in the parameters of a test
+# are its cases, and each has something to say of its own.
+AXES = {
+    "architecture",
+    "average",
+    "bucketing",
+    "budget",
+    "carrier",
+    "dtype",
+    "dtypes",
+    "engine",
+    "form",
+    "grid",
+    "harm",
+    "kind",
+    "mesh",
+    "micro",
+    "mixture",
+    "mode",
+    "model",
+    "net",
+    "norm_type",
+    "offload",
+    "optimizer",
+    "optimizers",
+    "placement",
+    "precision",
+    "residency",
+    "strategy",
+    "transport",
+    "way",
+    "world",
+    "worlds",
+    "wrap",
+}
+LEAST = 2
+Value = tuple[str, str]
+MANY = 100  # tests, in front of which an import of two seconds does not count
 
 # The same examples on every run and every machine; time limits are pytest's business.
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
@@ -65,16 +111,27 @@ def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--prove", action="store_true", help="every combination of parameters, not each value once"
+        "--prove", action="store_true", help="every combination of parameters, not two of each axis"
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files alone in which all is for ``make prove``: importing them takes seconds."""
+    if config.getoption("prove") or any("[" in argument for argument in config.args):
+        return None
+    return True if collection_path.name in PROVED else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """From here on garbage is collected, and what is there by now is not looked at any more.
 
-    It is millions of objects, and a collection that a test asks for takes a second with them.
+    It is millions of objects, with those of what optimizers import when they step first. Models
+    are cycles, and each test makes many: looking after every 700 objects is a sixth of all time.
     """
+    if len(session.items) > MANY:
+        importlib.import_module("torch._dynamo")
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     gc.enable()
 
 
@@ -87,11 +144,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _choose(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with several axes, keep as many combinations as show each value of each axis.
+    """Of a test with axes, keep two combinations; of one with cases, as many as show each case.
 
-    What one axis does is then seen in every run of the suite; what only two together do, in
-    ``make prove``, which has the rows that are marked so, too. A test that is named on the command
-    line with its parameters is kept.
+    The tests of a file take turns: each takes the combinations of which the tests above it have
+    shown least. All are in ``make prove``, which has the rows that are marked so, too. A test
+    that is named on the command line with its parameters is kept.
     """
     if config.getoption("prove"):
         return
@@ -99,25 +156,40 @@ def _choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     tests: dict[str, list[pytest.Item]] = {}
     for item in (item for item in items if item.get_closest_marker("prove") is None):
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for group in tests.values() for item in covering(group)}
+    shown: dict[Path, set[Value]] = {}
+    kept = {
+        item
+        for group in tests.values()
+        for item in covering(group, shown.setdefault(group[0].path, set()))
+    }
     kept |= {item for item in items if item.nodeid in named}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
 
-def covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Some of one test's items, in which each value of each of its axes occurs."""
+def covering(items: list[pytest.Item], shown: set[Value]) -> list[pytest.Item]:
+    """Some of one test's items: each case, and two combinations of what is not ``shown`` yet."""
     values = {item: _values(item) for item in items}
-    missing = set().union(*values.values())
+    missing = {value for each in values.values() for value in each if value[0] not in AXES}
+    left = list(items)
     chosen: list[pytest.Item] = []
-    while missing:
-        best = max(items, key=lambda item: len(values[item] & missing))
+    while left and (missing or len(chosen) < LEAST):
+        best = max(left, key=lambda item: (len(values[item] & missing), len(values[item] - shown)))
         chosen.append(best)
+        left.remove(best)
         missing -= values[best]
-    return chosen or items
+        shown |= {value for value in values[best] if value[0] in AXES}
+    return chosen
 
 
-def _values(item: pytest.Item) -> set[tuple[int, str]]:
-    """Its place on each axis: the name that each ``parametrize`` gives to its row."""
-    spec = getattr(item, "callspec", None)
-    return set() if spec is None else set(enumerate(spec._idlist))
+def _values(item: pytest.Item) -> set[Value]:
+    """Its place on each axis, which has one name in all tests, and the row of each of its cases."""
+    spec: Any = getattr(item, "callspec", None)
+    if spec is None:
+        return set()
+    marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    rows = [m.replace(",", " ").split() if isinstance(m, str) else list(m) for m in marks]
+    cases = [names for names in rows if not AXES.issuperset(names)]
+    alone = spec.params.keys() - {name for names in cases for name in names}
+    axes = {(name, repr(spec.params[name])) for name in alone}
+    return axes | {(", ".join(row), repr([spec.params[name] for name in row])) for row in cases}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm
-from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from tests.ranks import run_threads
 
 T = TypeVar("T")

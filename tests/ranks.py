@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks.harness.workers import end_with_parent, join_group
-from shardwise.comm import connect, threads
+from shardwise.comm.machine import connect
 from shardwise.comm.protocol import Comm
-from shardwise.comm.shared_memory import shared_memory
-from shardwise.comm.transport import Group
+from shardwise.comm.transports import threads
+from shardwise.comm.transports.shared_memory import shared_memory
+from shardwise.comm.transports.transport import Group
 
 T = TypeVar("T")
 
@@ -178,7 +179,7 @@ def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:
 def fork_server() -> ForkServerContext:
     """Forks processes that have imported torch already, and what its optimizers and FSDP import."""
     context = mp.get_context("forkserver")
-    ours = ["shardwise.sharded", "shardwise.comm.connect"]
+    ours = ["shardwise.api.sharded", "shardwise.comm.machine.connect"]
     context.set_forkserver_preload([*ours, "pytest", "numpy.testing", "torch._dynamo"])
     return context
 

@@ -109,13 +109,13 @@ AXES: dict[str, dict[str, Value]] = {
     "precision": {
         "fp32": Value("the default"),
         "bf16": Value(
-            "sw.Precision(compute=torch.bfloat16)", in_precision(compute=BF16), None, 2e-2
+            "sw.Precision(param_dtype=torch.bfloat16)", in_precision(param_dtype=BF16), None, 2e-2
         ),
         "bf16 wire": Value(
-            "sw.Precision(wire=torch.bfloat16)", in_precision(wire=BF16), None, 4e-2
+            "sw.Precision(reduce_dtype=torch.bfloat16)", in_precision(reduce_dtype=BF16), None, 4e-2
         ),
         "fp16": Value(
-            "sw.Precision(compute=torch.float16)", in_precision(compute=FP16), None, 2e-2
+            "sw.Precision(param_dtype=torch.float16)", in_precision(param_dtype=FP16), None, 2e-2
         ),
     },
     "checkpointing": {
@@ -132,11 +132,8 @@ AXES: dict[str, dict[str, Value]] = {
     },
     "offload": {
         "none": Value("the default"),
-        "optimizer": Value("sw.Offload(optimizer=True)", {"offload": sw.Offload(optimizer=True)}),
-        "all": Value(
-            "sw.Offload(parameters=True, gradients=True, optimizer=True)",
-            {"offload": sw.Offload(parameters=True, gradients=True, optimizer=True)},
-        ),
+        "optimizer": Value('offload="optimizer"', {"offload": "optimizer"}),
+        "all": Value('offload="everything"', {"offload": "everything"}),
     },
     "optimizer": {
         "SGD": Value("torch.optim.SGD", {}, of_params(SGD, lr=0.1, momentum=0.9)),
@@ -300,7 +297,7 @@ def on_rank(
 ) -> Gradients:
     sharded = shard(model, comm=comm)
     optimizer = make(sharded)
-    scaler = GradScaler("cpu", 1024.0, enabled=sharded.options.precision.compute is FP16)
+    scaler = GradScaler("cpu", 1024.0, enabled=sharded.options.precision.param_dtype is FP16)
     for step in range(recipe.steps):
         for batch in recipe.batches(step, comm.rank):
             scaler.scale(recipe.loss(model, batch)).backward()

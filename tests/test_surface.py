@@ -27,57 +27,50 @@ LONGEST_FUNCTION = 60  # lines, docstring included
 LONGEST_FILE = 400  # lines
 MOST_PARAMETERS = 8  # counting self; the aim is 6
 FRONT_DOORS = {  # they list all their options, typed, by keyword
-    *("front_door shard", "checkpoint/api save", "checkpoint/api save_async"),
-    *("optim/fused __init__", "optim/muon __init__"),
+    *("api/shard shard", "checkpoint/api save", "checkpoint/api save_async"),
+    *("optim/fused __init__", "optim/muon __init__", "hf/load load", "tracing/stages trace"),
 }
-ENGINE_BUDGET = 12_530  # a ratchet: lines with docstrings, without blanks and comments
-CHECKPOINT_BUDGET, CONVERT_BUDGET = 5_487, 1_175  # ratchets; docs/decisions.md says what they are
+ENGINE_BUDGET = 12_693  # a ratchet: lines with docstrings, without blanks and comments
+CHECKPOINT_BUDGET, CONVERT_BUDGET = 5_470, 1_174  # ratchets; docs/decisions.md says what they are
 PRIVATE_OF_TORCH = {
     *("_version", "_base", "_cdata", "_parameters", "_buffers", "_modules", "_sequence_nr"),
     *("_post_accumulate_grad_hooks", "_torchdynamo_disable", "hooks_dict_ref"),
 }
 VENDORS = {"cuda", "xpu", "hpu", "mps", "npu", "mtia"}
+HEADLESS = {  # a clause without its head: "What …", "Of …", "Let …"
+    *("What", "Which", "Where", "How", "Why", "Who", "Whose", "Whether", "When", "Let", "Those"),
+    *("Of", "As", "By", "For", "From", "In", "On", "Over", "To", "With", "Without", "Not"),
+    *("Once", "After", "Before", "Inside"),
+}
 NAMES_THAT_EXPLAIN_NOTHING = {"utils", "helpers", "common", "misc", "base"}
 
-# folder, or file beside them → what of the package it may import (itself always)
-PURE = {"units", "layout", "schedule", "errors", "arguments"}
-ONLY: dict[str, set[str]] = {
-    "errors": set(),
-    "synonyms": set(),
-    "arguments": {"errors", "synonyms"},
-    "strategies": {"errors", "schedule", "synonyms"},
-    "dialects": {
-        "errors",
-        "offload",
-        "optim",
-        "options",
-        "precision",
-        "schedule",
-        "strategies",
-        "checkpoint",
-        "train",
-    },
-    **dict.fromkeys(("units", "layout", "schedule"), PURE),
+# Rooms, floor by floor: each imports only rooms of floors before its own (itself always). A room is
+# a folder of the package, or a file beside them.
+FLOORS = (
+    {"errors"},
+    {"launch", "comm", "torch_internals"},
+    {"config"},
+    {"plan"},
+    {"memory", "recipe"},
+    {"runtime", "optim", "dialects"},
+    {"setup", "checkpoint"},
+    {"api", "convert"},
+    {"hf", "tracing", "doctor"},
+    {"__init__", "train", "integrations"},
+    {"cli", "__main__"},
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+NEVER = {  # beside the floors
+    "dialects": {"memory", "plan"},
+    "checkpoint": {"recipe"},
+    "convert": {"recipe", "dialects", "setup"},
 }
-ABOVE_THE_ENGINE = {
-    *("front_door", "sharded", "checkpoint", "convert", "hf", "train", "launch", "dialects", "cli"),
+MAY_IMPORT_TORCH_DISTRIBUTED = {
+    *("comm", "launch", "integrations", "convert/dcp_export", "runtime/other_engines"),
 }
-NEVER = {
-    "comm": {"memory", "runtime", "setup", "optim", *ABOVE_THE_ENGINE},
-    "memory": {"runtime", "setup", "optim", *ABOVE_THE_ENGINE},
-    "runtime": {"setup", "optim", *ABOVE_THE_ENGINE},
-    "setup": {"optim", *ABOVE_THE_ENGINE},
-    "optim": ABOVE_THE_ENGINE,
-    "checkpoint": {"front_door", "sharded", "hf", "train", "launch", "dialects", "cli"},
-    "convert": {"front_door", "sharded", "hf", "train", "launch", "dialects", "cli"},
-    "hf": {"train", "launch", "dialects", "cli"},
-    "train": {"dialects", "cli"},
-    "plan": {"memory", "runtime", "comm"},
-}
-MAY_IMPORT_TORCH_DISTRIBUTED = {"comm", "launch", "integrations", "convert/dcp_export"}
 WITHOUT_TORCH = {
-    *("arguments", "errors", "layout", "schedule", "strategies", "synonyms"),
-    "runtime/forward_calls",
+    *("errors", "plan/layout", "plan/schedule", "config/placement", "config/prefetch"),
+    *("config/strategies", "runtime/forward_calls"),
 }
 
 
@@ -143,8 +136,18 @@ def read(folder: Path) -> list[Source]:
 
 
 SOURCES = read(PACKAGE)
-_ENGINE = {"units", "layout", "schedule", "memory", "runtime", "setup", "comm", "optim"}
-ENGINE = [s for s in SOURCES if "/" not in s.name or s.within in _ENGINE]
+_ENGINE = {
+    *("errors", "torch_internals", "api", "config", "plan", "memory", "runtime", "setup"),
+    *("comm", "optim"),
+}
+# They lie beside the engine's files and are not of it: drawings, and guards against other engines.
+_BESIDE = {
+    *("plan/draw", "plan/bytes", "runtime/other_engines", "errors/projections"),
+    "memory/shard_tensor/adapter_order",
+}
+ENGINE = [
+    s for s in SOURCES if ("/" not in s.name or s.within in _ENGINE) and s.name not in _BESIDE
+]
 
 
 def under(name: str, allowed: set[str]) -> bool:
@@ -155,9 +158,10 @@ def under(name: str, allowed: set[str]) -> bool:
 
 
 def wrong_arrows(source: Source) -> list[str]:
-    allowed = ONLY.get(source.within)
-    extra = set() if allowed is None else source.ours - allowed - {source.within}
-    extra |= source.ours & NEVER.get(source.within, set())
+    if source.within not in FLOOR:
+        return [f"{source.name} is in no room of FLOORS"]
+    above = {room for room in source.ours if FLOOR.get(room, 99) >= FLOOR[source.within]}
+    extra = (above | (source.ours & NEVER.get(source.within, set()))) - {source.within}
     return [f"{source.name} imports {name}" for name in sorted(extra)]
 
 
@@ -183,7 +187,7 @@ def _module_of(imported: str, modules: Container[str]) -> str:
 
 def private_names_of_torch(source: Source) -> list[str]:
     """They have one file, with a test for each; the marks of other engines are integrations'."""
-    if source.name == "torch_internals" or source.within == "integrations":
+    if under(source.name, {"torch_internals", "integrations", "runtime/other_engines"}):
         return []
     imported = {name for name in source.imports if name.startswith("torch.") and "._" in name}
     chains = (_chain(node) for node in source.nodes if isinstance(node, ast.Attribute))
@@ -205,7 +209,7 @@ def _is_private_of_torch(chain: list[str]) -> bool:
 
 
 def torch_where_none_belongs(source: Source) -> list[str]:
-    if not {source.name, source.within} & WITHOUT_TORCH:
+    if not under(source.name, WITHOUT_TORCH):
         return []
     torch = {name for name in source.imports if name.split(".")[0] == "torch"}
     return [f"{source.name} imports {name}" for name in sorted(torch)]
@@ -307,6 +311,18 @@ def without_docstring(source: Source) -> list[str]:
     return found
 
 
+def headless_docstrings(source: Source) -> list[str]:
+    """Docstrings begin with a noun or a verb, as torch's do."""
+    documented = Function | ast.ClassDef | ast.Module
+    nodes = [node for node in source.nodes if isinstance(node, documented)]
+    texts = [text for node in nodes if (text := ast.get_docstring(node))]
+    return [
+        f"{source.name} has {text.splitlines()[0]!r}"
+        for text in texts
+        if text.split()[0].strip(".,:;") in HEADLESS
+    ]
+
+
 def unfinished(source: Source) -> list[str]:
     return [
         f"{source.name}:{node.lineno} raises NotImplementedError"
@@ -326,14 +342,15 @@ def lines_of_code(source: Source) -> int:
 LONG = "\n".join(["def f() -> None:", *["    x = 1"] * 60])
 BROKEN: dict[Callable[[Source], list[str]], list[Source]] = {
     wrong_arrows: [
-        Source("layout/layout", "from shardwise.memory.spec import BucketSpec"),
-        Source("schedule/events", "from .. import strategies"),
-        Source("errors", "import shardwise.comm.protocol"),
+        Source("plan/layout/layout", "from shardwise.memory.parameters import Bucket"),
+        Source("plan/schedule/events", "from ...runtime import unit"),
+        Source("errors/arguments", "import shardwise.comm.protocol"),
         Source("memory/gradients", "from shardwise.runtime.unit import UnitState"),
-        Source("runtime/forward", "from shardwise.sharded import Sharded"),
-        Source("plan/memory", "from ..comm.fake import FakeComm"),
+        Source("runtime/forward", "from shardwise.api.sharded import Sharded"),
+        Source("comm/mesh", "from shardwise.config.placement import Placement"),
+        Source("somewhere/new", ""),
     ],
-    torch_where_none_belongs: [Source("schedule/events", "from torch import Tensor")],
+    torch_where_none_belongs: [Source("plan/schedule/events", "from torch import Tensor")],
     private_names_of_torch: [
         Source("hooks", "torch._C._current_graph_task_id()"),
         Source("hooks", "from torch.utils._pytree import tree_map"),
@@ -358,6 +375,7 @@ BROKEN: dict[Callable[[Source], list[str]], list[Source]] = {
     ],
     names_that_explain_nothing: [Source("comm/utils", ""), Source("common/ring", "")],
     long_functions: [Source("runtime", LONG)],
+    headless_docstrings: [Source("runtime", '"""What a step does."""')],
     long_signatures: [Source("runtime", "def f(self, a, b, c, d, e, *, f, g, h): ...")],
     long_file: [Source("runtime", "x = 1\n" * 401)],
     without_annotations: [

@@ -203,7 +203,7 @@ def _uneven(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
 
 @pytest.mark.parametrize("number", range(len(internals.UNSEEN_CALLS)))
 def test_some_functions_hand_tensors_to_c_and_do_not_ask_their_class(number: int) -> None:
-    """Else shards would be seen there, and ``memory/unseen_calls`` would not be needed."""
+    """Else shards would be seen there, and ``unseen_calls`` would not be needed."""
 
     owner: Any = internals.UNSEEN_CALLS[number][0]
 
@@ -233,6 +233,11 @@ def test_some_functions_hand_tensors_to_c_and_do_not_ask_their_class(number: int
         torch.asarray,
         lambda value: torch.nested.nested_tensor([value]),
         dlpack.to_dlpack,
+        lambda value: torch.sparse_coo_tensor([[0, 1]], value),  # type: ignore[arg-type]
+        lambda value: torch.utils.swap_tensors(value, loud(torch.ones(2))),
+        torch.ones(1).new,
+        torch.ones(1).new_tensor,
+        lambda value: torch.ones(1).set_(value),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's advice on copies of tensors

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Comm, Label, OnReceived, Pending, Sizes
+from shardwise.comm.transports.fake import FakeComm
 
 
 class Watched(Comm):

@@ -1,7 +1,6 @@
 """Every method to save and to load as the same two calls, on the same state.
 
     ours, ours_async    Sharded.save, save_async and load, with sw.optim.AdamW
-    ours_step_async     save_async(copied_by="next_step")
     dcp, dcp_async      torch.distributed.checkpoint.save, async_save and load of FSDP2's
                         get_state_dict, with the defaults: one writing thread, files synced
     full                FSDP2's full state dict in host memory of rank 0, torch.save, and back by
@@ -64,16 +63,16 @@ def synchronous(name: str) -> str:
     return name.partition("_")[0]
 
 
-def _ours(trained: TrainedModel, copied_by: Any = "") -> tuple[Save, Load]:
+def _ours(trained: TrainedModel, *, early: bool = False) -> tuple[Save, Load]:
     sharded = trained.sharded
     assert sharded is not None
 
     def save(folder: Path) -> Wait | None:
         what = (trained.optimizer, sw.Training(step=1))
-        if not copied_by:
+        if not early:
             sharded.save(folder, *what)
             return None
-        saving = sharded.save_async(folder, *what, copied_by=copied_by)
+        saving = sharded.save_async(folder, *what)
         return None if saving is None else saving.wait
 
     return save, lambda folder: sharded.load(folder, trained.optimizer, sw.Training())
@@ -153,7 +152,6 @@ METHODS: dict[str, Callable[[TrainedModel], tuple[Save, Load]]] = {
     "ours": _ours,
     "dcp": _dcp,
     "full": _full,
-    "ours_async": partial(_ours, copied_by="return"),
-    "ours_step_async": partial(_ours, copied_by="next_step"),
+    "ours_async": partial(_ours, early=True),
     "dcp_async": _dcp_async,
 }

@@ -37,7 +37,7 @@ cold s      files on the disk only; GB fetched: from there, as the kernel counts
 ÷           this median ÷ DCP's of the same kind
 full        full state dict on rank 0, torch.save; back by torch.load(mmap) and broadcast
 stall ms    until save_async returns; ÷ its sync: of the save above it, of the same engine. With
-            ours_step_async the next step waits for what is not copied yet: that is in steps ×
+            ours_async the next step waits for what is not copied yet: that is in steps ×
 durable s   of a save with two training steps meanwhile, from its begin
 steps ×     two steps right after the stall ÷ two steps with nothing under way
 lost ms     stall + what those steps took longer

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 import shardwise as sw
 from benchmarks.training import Batch, decoder_config, next_token_loss, token_batch
 from shardwise.checkpoint.local_shards import param_shards
+from shardwise.recipe.model_config import ModelConfig
 from shardwise.train.decoder import Decoder
-from shardwise.train.model_config import ModelConfig
 
 TOKENS = 32
 BYTES = 12  # of a parameter with Adam's two moments, all float32

@@ -35,7 +35,6 @@ class SaveMode:
     # the file system can swap two names in one step; those of networks cannot
     exchanges: bool = True
     kind: str = "sharded"  # of checkpoint
-    copied_by: str = "return"  # when all is copied, in the background
 
     def ranks(self, point: str) -> tuple[int, ...]:
         """Who comes to this point: of two ranks, and of kind ``"full"`` rank 0 alone writes."""
@@ -53,9 +52,8 @@ TWICE = SaveMode("same name, two renames", again=True, exchanges=False)
 BACKGROUND = SaveMode("background", background=True)
 LIMIT = SaveMode("old ones go", limit=1)
 BOTH = SaveMode("background, old ones go", background=True, limit=1)
-NEXT = SaveMode("copied by the next step", background=True, limit=1, copied_by="next_step")
 FULL = SaveMode("kind full", limit=1, kind="full")
-SAVE_MODES = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH, NEXT, FULL)
+SAVE_MODES = (NEW, AGAIN, TWICE, BACKGROUND, LIMIT, BOTH, FULL)
 
 
 @dataclass(frozen=True)

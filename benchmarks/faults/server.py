@@ -30,7 +30,7 @@ RANKS = 2
 GRACE = 10.0  # seconds that ranks have to end when another has failed; our launcher gives 5
 LONGEST = 60.0  # seconds for a run of which nobody dies
 PAUSE = 0.004  # seconds between two looks
-PRELOADED = ("benchmarks.faults.training", "shardwise.comm.connect", "torch._dynamo")
+PRELOADED = ("benchmarks.faults.training", "shardwise.comm.machine.connect", "torch._dynamo")
 LAUNCH = (
     "import sys; from shardwise.launch.launcher import start; start(sys.argv[2:], int(sys.argv[1]))"
 )
@@ -109,7 +109,7 @@ def _rank(worker: Worker, run: Path, case: Case) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardwise.comm import connect
+    from shardwise.comm.machine import connect
 
     if worker.rank == 0:
         os.setpgid(0, 0)

@@ -112,7 +112,7 @@ class _Saver:
         begin = self.sharded.save_async if how.background else self.sharded.save
         for _ in range(1 + how.again):
             self.calls.append(self.made)
-            asked = {"kind": how.kind, "copied_by": how.copied_by, "save_total_limit": how.limit}
+            asked = {"kind": how.kind, "save_total_limit": how.limit}
             options: dict[str, Any] = asked
             begin(path, optimizer, training, **options)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from benchmarks.faults.case import EVERYBODY, STEPS, Case, SaveMode, expected
 from benchmarks.faults.server import Attempt
 from benchmarks.faults.training import Final
+from shardwise import CheckpointError
 from shardwise.checkpoint.folder import checkpoints, target_of
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.recognise import LATEST, step_of, strangers
-from shardwise.errors import CheckpointError
 
 Start = Callable[[Path, Case], Attempt]
 

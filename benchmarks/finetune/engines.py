@@ -23,7 +23,7 @@ from torch import Tensor
 
 import shardwise as sw
 from benchmarks.finetune.setup import BETAS, CLIP, LEARNING_RATE, SEED, Setup, four_bits, lora
-from shardwise.comm.connect import over
+from shardwise.comm.machine.connect import over
 from shardwise.train.batches import Batches
 from shardwise.train.collectives import all_gather_floats
 from shardwise.train.job import Job

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.train.config import Recipe
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.corpus import is_held_out, source_files
 
 EVERY = 5

@@ -21,7 +21,7 @@ from benchmarks.harness.report import MIB, Column, Report, Row, Table
 from benchmarks.harness.rounds import rotated, slowest
 from benchmarks.harness.workers import on_ranks
 from benchmarks.step.measure import CHECKED, check_losses
-from shardwise.train.recipe import read_recipe
+from shardwise.recipe.read import read_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "stdlib-base.yaml"
 PROMPT = prompt("Return the name of the file.")

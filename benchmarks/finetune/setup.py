@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.recipe.recipe import Recipe
 from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Batches, RowSource
-from shardwise.train.config import Recipe
 from shardwise.train.samples import in_rows, read_samples, tokenize_split
 
 if TYPE_CHECKING:

@@ -23,6 +23,6 @@ Targets: step at most 0.9 × and peak memory at most 0.8 × FSDP2's; no copy of 
 
 Without a GPU it measures nothing. ``--device cpu --model tiny --world 8 --rounds 4`` tries it on
     the CPU, where times mean nothing. Nothing has run on a GPU yet; what wants one: ``python -m
-    pytest -W default -m gpu tests/comm/test_backend.py tests/parity/test_devices.py
+    pytest -W default -m gpu tests/comm/transports/test_backend.py tests/parity/test_devices.py
     tests/benchmarks/test_gpu.py``.
 """

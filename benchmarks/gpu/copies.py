@@ -70,7 +70,7 @@ PACKAGES = {
 
 
 def file_in_package(file: str) -> str:
-    """``/src/shardwise/comm/gloo.py → shardwise/comm/gloo.py``; ``""`` outside of ``PACKAGES``."""
+    """``/src/shardwise/comm/mesh.py → shardwise/comm/mesh.py``; ``""`` outside of ``PACKAGES``."""
     inside = (folder for name, folder in PACKAGES.items() if file.startswith(f"{folder}/{name}/"))
     return file[len(folder) + 1 :] if (folder := next(inside, "")) else ""
 

@@ -23,9 +23,9 @@ import shardwise as sw
 from benchmarks.gpu.simulated import EchoStore, Link
 from benchmarks.models import ON_GPU, Task
 from benchmarks.training import Batch, Engine, apply_fsdp2, training
-from shardwise.comm.backend import BackendComm
+from shardwise.comm.transports.backend import BackendComm
+from shardwise.plan.units.units import choose_units
 from shardwise.train.decoder import Rotary
-from shardwise.units.units import choose_units
 
 PLAIN = "plain"
 RIVALS = {"full_shard": "fsdp2", "shard_grad_op": "fsdp2_keep"}
@@ -36,7 +36,7 @@ WIRES: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "fp32": (torch.float32, torch.float32),
     "bf16": (torch.bfloat16, None),
 }
-"""How gradients travel → the dtype for ``sw.Precision(wire=)`` and for FSDP2's reduce_dtype."""
+"""How gradients travel → ``reduce_dtype`` of ``sw.Precision`` and of FSDP2."""
 SEED = 0
 RATE = 3e-4
 
@@ -105,7 +105,7 @@ def _shardwise(strategy: str, setup: Setup) -> Engine:
     model, world = setup.new_model(), dist.group.WORLD
     assert world is not None  # `start` made it
     comm = BackendComm(world, setup.place, EchoStore(), has_average=False, timeout=600)
-    precision = sw.Precision(compute=torch.bfloat16, wire=WIRES[setup.wire][0])
+    precision = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=WIRES[setup.wire][0])
     sharded = sw.shard(model, strategy, comm=comm, precision=precision)
     flat = setup.optimizer == "flat"
     optimizer = sw.optim.AdamW(sharded, lr=RATE) if flat else _fused(model)

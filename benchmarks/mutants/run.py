@@ -1,6 +1,6 @@
 """A random sample of mutants: which of them do the tests of their folders notice?
 
-A file's mirror is asked first (``src/shardwise/comm/desync.py`` → ``tests/comm/test_desync.py``),
+A file's mirror is asked first (``src/shardwise/comm/codec.py`` → ``tests/comm/test_codec.py``),
 then the other tests of its folder, those first that name the file's module, and last all that
 start processes.
 """
@@ -28,7 +28,7 @@ from benchmarks.mutants.changes import Mutant, mutants_of, mutated
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/shardwise")
-FOLDERS = ("layout", "schedule", "memory", "runtime", "comm")
+FOLDERS = ("plan", "memory", "runtime", "comm")
 # folder → tests that cover it and lie elsewhere
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "memory": (  # on the host, in copies, encoded; unscaled
@@ -39,9 +39,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (  # steps; reads and writes beside a unit; what stays gathered, or is loaded
         "tests/parity/test_one_by_one.py",
-        "tests/test_sharded.py",
-        "tests/memory/test_torch_functions.py",
-        "tests/memory/test_residency.py",
+        "tests/api/test_sharded.py",
+        "tests/memory/shard_tensor/test_torch_functions.py",
+        "tests/plan/test_residency.py",
         "tests/parity/test_offload.py",
     ),
 }

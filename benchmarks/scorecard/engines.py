@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.comm.connect import over
+from shardwise.comm.machine.connect import over
 
 
 class Plain:
@@ -147,7 +147,7 @@ class Shardwise:
 
     def shard(self, model: nn.Module, units: Sequence[str] = (), **options: Any) -> nn.Module:
         if options.pop("offload_policy", None):
-            options["offload"] = sw.Offload(parameters=True, gradients=True, optimizer=True)
+            options["offload"] = "everything"
         wrap = sw.wrap.by_hand(*units) if units else None
         self.handle = sw.shard(model, wrap=wrap, comm=self.comm, **options)
         return model

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 import shardwise as sw
 from benchmarks.models import ON_CPU, Task
 from benchmarks.training import Batch, Engine, apply_fsdp2, trained, training, unit_modules
-from shardwise.comm.connect import over
+from shardwise.comm.machine.connect import over
 
 PLAIN = "plain"
 SEED = 0

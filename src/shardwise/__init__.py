@@ -2,16 +2,16 @@
 
 One training step is a list of events. Read the package in this order:
 
-    units      model → units: which parameters are gathered together
-    layout     unit → slots: which rank owns which range
-    schedule   one step as a list of events
-    memory     shards, full buckets and gradient buckets: who holds which bytes
-    runtime    the user's calls as cues, and the events that answer them
-    setup      what is done once per model
-    front_door, sharded    ``shard(model)``, and the handle that it returns
+    config      what a user says: options, precision, strategies
+    plan        what will be done, as values: model → units → slots → one step's events → bytes
+    memory      shards, full buckets and gradient buckets: who holds which bytes
+    runtime     the user's calls as cues, and the events that answer them
+    setup       what is done once per model
+    api         ``shard(model)``, and the handle that it returns
 
 and then ``comm`` (how ranks exchange bytes), ``optim`` (what happens on shards), ``checkpoint``
-(to disk and back), ``convert`` and ``dialects`` (others' files), ``launch``, ``train``, ``cli``.
+(to disk and back), ``convert`` and ``dialects`` (others' files), ``recipe`` (what a file says),
+``launch``, ``train``, ``cli``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise import hf, nn, optim
+    from shardwise import hf, optim
+    from shardwise.api import nn
+    from shardwise.api.shard import shard
+    from shardwise.api.sharded import Sharded
     from shardwise.checkpoint import (
         Loaded,
         Saved,
@@ -31,8 +34,12 @@ if TYPE_CHECKING:
         by_name,
         numbered,
     )
-    from shardwise.comm.connect import connect
+    from shardwise.comm.machine.connect import connect
     from shardwise.comm.protocol import Comm
+    from shardwise.config.checkpointing import ActivationCheckpointing
+    from shardwise.config.placement import Placement
+    from shardwise.config.precision import Precision
+    from shardwise.config.prefetch import Prefetch
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -43,15 +50,8 @@ if TYPE_CHECKING:
         ShardUseError,
         ShardwiseError,
     )
-    from shardwise.front_door import shard
-    from shardwise.offload import Offload
-    from shardwise.precision import Precision
-    from shardwise.schedule.events import Prefetch
-    from shardwise.schedule.placement import Placement
-    from shardwise.setup.recompute import ActivationCheckpointing
-    from shardwise.sharded import Sharded
+    from shardwise.plan.units import wrap
     from shardwise.tracing import Recording, Trace, record, trace
-    from shardwise.units import wrap
 
     __version__: str
 
@@ -62,7 +62,6 @@ __all__ = [
     "ConfigError",
     "DamagedCheckpoint",
     "Loaded",
-    "Offload",
     "OptimizerError",
     "Placement",
     "Precision",
@@ -96,26 +95,25 @@ __all__ = [
 
 _DEFINING_MODULES = (
     "errors",
-    "schedule.events",
-    "schedule.placement",
-    "offload",
-    "precision",
-    "comm.connect",
+    "config.placement",
+    "config.prefetch",
+    "config.precision",
+    "comm.machine.connect",
     "comm.protocol",
-    "setup.recompute",
-    "front_door",
-    "sharded",
+    "config.checkpointing",
+    "api.shard",
+    "api.sharded",
     "checkpoint",
     "tracing",
 )
-_MODULES = {"wrap": "units.wrap", "nn": "nn"}  # in a folder, or of a name that is torch's, too
+_MODULES = {"wrap": "plan.units.wrap", "nn": "api.nn"}  # modules that are public by these names
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that exists
 
     def __getattr__(name: str) -> object:
         """A public name from its module, or a module of the package."""
         if name == "__version__":
-            return import_module("shardwise.version").__version__
+            return import_module("shardwise.config.version").__version__
         for defining in _DEFINING_MODULES if name in __all__ and name not in _MODULES else ():
             module = import_module(f"shardwise.{defining}")
             if name in vars(module):
@@ -125,7 +123,8 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that exist
         except ModuleNotFoundError as error:
             if error.name != f"shardwise.{name}":
                 raise
-            raise AttributeError(f"shardwise has no attribute {name!r}") from None
+            modes = '; write offload="optimizer" or offload="everything"' * (name == "Offload")
+            raise AttributeError(f"shardwise has no attribute {name!r}{modes}") from None
 
 
 def __dir__() -> list[str]:

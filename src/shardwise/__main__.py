@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.cli import main
+from runpy import run_module
 
 if __name__ == "__main__":
-    main()
+    run_module("shardwise.cli", run_name="__main__", alter_sys=True)

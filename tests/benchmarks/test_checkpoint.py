@@ -45,6 +45,7 @@ def number(cell: Cell) -> float:
 # ---- one run -------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_every_method_has_all_its_times(rows: Rows) -> None:
     assert list(rows) == list(METHODS)

@@ -34,6 +34,7 @@ def test_a_report_says_what_was_exact_and_what_was_not() -> None:
     assert report.failures == 1
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_the_command_writes_what_it_tells(tmp_path: Path) -> None:
     path = tmp_path / "faults.json"

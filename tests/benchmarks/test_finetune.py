@@ -17,8 +17,8 @@ from benchmarks.finetune.pairs import EVERY, pairs, write_pairs
 from benchmarks.finetune.run import check, side_table, step_seconds
 from benchmarks.finetune.setup import Setup
 from benchmarks.harness.report import MIB
+from shardwise.recipe.data_config import BatchConfig
 from shardwise.train.batches import Batches
-from shardwise.train.data_config import BatchConfig
 from shardwise.train.packed import Examples, SampleRows
 
 MODULE = '''

@@ -92,6 +92,7 @@ def test_a_checkout_called_like_a_package_is_not_that_package() -> None:
     assert file_in_package("/home/me/torch/optim/mine.py") == ""
 
 
+@pytest.mark.prove
 def test_a_copy_is_noted_with_what_it_writes() -> None:
     wide = torch.ones(3, 4)
     with CopyRecorder(slice_numel=0) as mode:
@@ -201,6 +202,7 @@ def trained(worker: Worker, device: str, engine: str, bandwidth: float) -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.prove
 @pytest.mark.parametrize("device", DEVICES)
 def test_slow_peers_change_no_number(device: str) -> None:
     """On a GPU each takes milliseconds: a read or a reuse that did not wait would show."""

@@ -61,10 +61,10 @@ def test_a_mutant_differs_from_its_file_by_its_change_alone() -> None:
 
 
 def test_a_file_is_tested_by_its_mirror_then_by_its_folder_and_by_processes_last() -> None:
-    assert "src/shardwise/comm/desync.py" in sources(ROOT, "comm")
-    first, rest, processes = stages(ROOT, "comm", "src/shardwise/comm/desync.py")
-    assert first == (["tests/comm/test_desync.py"], "not spawn")
-    assert "tests/comm/test_watchdog.py" in rest[0]
+    assert "src/shardwise/comm/watchdog/desync.py" in sources(ROOT, "comm")
+    first, rest, processes = stages(ROOT, "comm", "src/shardwise/comm/watchdog/desync.py")
+    assert first == (["tests/comm/watchdog/test_desync.py"], "not spawn")
+    assert "tests/comm/watchdog/test_watchdog.py" in rest[0]
     assert processes == (first[0] + rest[0], "spawn")
 
 
@@ -75,6 +75,7 @@ def test_every_folder_has_code_and_tests() -> None:
         assert all(stages(ROOT, folder, file) for file in files)
 
 
+@pytest.mark.prove
 def test_mutants_are_killed_where_a_test_fails_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def ranks() -> Ranks:
 # ---- one run -------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_every_engine_trains_the_same(ranks: Ranks) -> None:
     losses = {name: each.losses for name, each in ranks[0].items()}
@@ -85,6 +86,7 @@ def test_memory_is_watched_while_ranks_train() -> None:
     assert peak > start > 10 * 2**20
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_host_time_and_the_optimizer_are_measured_in_their_variants(
     monkeypatch: pytest.MonkeyPatch,

@@ -19,7 +19,6 @@ from benchmarks.faults.case import (
     EVERYBODY,
     LIMIT,
     NEW,
-    NEXT,
     ON_EVERY_RANK,
     SAVE_MODES,
     TWICE,
@@ -56,10 +55,9 @@ def short() -> list[Case]:
     """Every point on every rank, in the foreground and behind it; and what is special elsewhere."""
     every = [
         aimed(how, who, point)
-        for how in (LIMIT, BOTH, NEXT)
+        for how in (LIMIT, BOTH)
         for point in reached_by(how)
         for who in how.ranks(point)
-        if how is not NEXT or point in ON_EVERY_RANK
     ]
     late = POINTS[POINTS.index("about to publish") :]
     again = [aimed(how, EVERYBODY, point) for how in (AGAIN, TWICE) for point in late]
@@ -67,9 +65,12 @@ def short() -> list[Case]:
     return every + again + first
 
 
+OFTEN = ("half of the data written", "about to publish", "about to remove")
+
+
 def marked(cases: list[Case]) -> list[Any]:
-    """Of the deaths at each point one is in every run of the tests: rank 0's or rank 1's."""
-    seen: set[str] = set()
+    """Of the deaths at three points one is in every run of the tests: rank 0's or rank 1's."""
+    seen = {*POINTS} - {*OFTEN}
     rows = []
     for case in sorted(cases, key=lambda case: POINTS.index(case.kill.point) % 2 != case.kill.who):
         marks = [pytest.mark.prove] if case.kill.point in seen else []
@@ -91,7 +92,8 @@ def test_a_death_at_a_named_point(case: Case, trials: Trials) -> None:
     assert not trial.hung
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.prove), 6])
+@pytest.mark.prove
+@pytest.mark.parametrize("every", [1, 6])
 def test_a_death_before_any_call_that_publishes(every: int, trials: Trials) -> None:
     """Where names cannot be exchanged: the old one has another name for a moment."""
     cases = sweeps({TWICE: trials.undisturbed(TWICE)[0].calls})
@@ -116,6 +118,7 @@ def test_ranks_do_not_outlive_their_launcher(trials: Trials) -> None:
     assert not trial.hung
 
 
+@pytest.mark.prove
 def test_an_undisturbed_run_is_the_same_however_it_saves(trials: Trials) -> None:
     first = trials.undisturbed(NEW)
     assert all(len(ended.losses) == 4 and ended.resumed is None for ended in first)

@@ -198,7 +198,13 @@ def sign(folder: Path, changes: dict[str, Any] | None = None) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["training.json", "model.safetensors.index.json", "training/optimizer.safetensors.index.json"],
+    [
+        "training.json",
+        *(
+            pytest.param(f"{name}.safetensors.index.json", marks=pytest.mark.prove)
+            for name in ("model", "training/optimizer")
+        ),
+    ],
 )
 def test_json_whose_checksums_fit_is_refused_or_loads(
     name: str, folder: Path, model: tuple[Two, sw.Sharded, torch.optim.Optimizer]
@@ -274,5 +280,5 @@ def test_what_cannot_be_understood_is_one_error_on_all_ranks(tmp_path: Path) -> 
     one, other = on_ranks(2, Two, rank)
     assert one == other
     assert one.startswith("rank 1: ")
-    assert "holds what cannot be understood" in one
+    assert "has state that cannot be read" in one
     assert "Nothing of it was used. Load another checkpoint" in one

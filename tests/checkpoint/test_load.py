@@ -309,7 +309,7 @@ def test_state_that_cannot_be_cut_is_refused_when_saving(tmp_path: Path) -> None
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     sharded, other = sw.shard(seeded(DECODER.build)), seeded(DECODER.build)
-    with pytest.raises(sw.CheckpointError, match="none of this sharded model's"):
+    with pytest.raises(sw.CheckpointError, match="does not belong to this sharded model"):
         sharded.save(tmp_path / "step-1", adamw(other.parameters()))
 
 
@@ -367,6 +367,32 @@ def test_what_was_not_saved_and_is_wanted_is_named(tmp_path: Path) -> None:
     assert "scheduler: its state is not stored" in text
 
 
+def test_a_state_that_its_owner_does_not_take_changes_nothing(tmp_path: Path) -> None:
+    """torch's scaler takes no state of one that was switched off."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    sw.shard(seeded(DECODER.build)).save(tmp_path / "step-1", training=sw.Training(scaler=scaler))
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(7.0)
+        before = clones(model.state_dict())
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        training = sw.Training(scaler=scaler)
+        text = said(
+            sw.CheckpointError, lambda: sharded.load(tmp_path / "step-1", training=training)
+        )
+        assert "in 1 points; nothing was changed:" in text
+        assert "scaler: GradScaler does not take its state (RuntimeError: The source state" in text
+        assert same(before, model.state_dict())
+        report = sharded.load(tmp_path / "step-1", training=training, strict=False)
+        assert report.inexact[0].startswith("scaler: GradScaler does not take")
+        assert scaler.get_scale() == 64.0
+
+    on_ranks(2, DECODER.build, rank)
+
+
 def dropping(comm: Comm, path: str, first: bool) -> list[float]:
     """Two steps with dropout before the save, two after; the same after a load."""
     torch.manual_seed(comm.rank)
@@ -390,6 +416,7 @@ def dropping(comm: Comm, path: str, first: bool) -> list[float]:
     return losses[-2:]
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_dropout_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     path = str(tmp_path / "step-2")
@@ -508,7 +535,7 @@ def test_a_folder_without_a_manifest_loads_and_says_so(
         report, found = loads(DECODER.build, path, world=3)
         assert same(found, plain)
         assert not report.checked
-        assert "has no manifest, so nothing could tell" in caplog.text
+        assert "has no manifest, so its bytes could not be checked" in caplog.text
 
 
 def test_a_file_with_an_odd_offset_loads(tmp_path: Path) -> None:
@@ -789,7 +816,7 @@ def over_processes(comm: Comm, path: str) -> bool:
 def over_memory(rank: int, world: int, folder: str, path: str) -> bool:
     import torch.distributed as dist
 
-    from shardwise.comm import connect
+    from shardwise.comm.machine import connect
     from tests.ranks import gloo_group
 
     with (
@@ -799,6 +826,7 @@ def over_memory(rank: int, world: int, folder: str, path: str) -> bool:
         return over_processes(comm, path)
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_processes_that_send_messages(tmp_path: Path) -> None:
     assert run_processes(3, over_processes, str(tmp_path / "step-2")) == [True] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shardwise.checkpoint.load_plan import ModelTensor, match
 from shardwise.checkpoint.safetensors_format import Stored
 
@@ -72,6 +74,7 @@ def test_weights_that_were_tied_when_saved_load_where_they_are_not() -> None:
     assert found.problems(cast=False) == []
 
 
+@pytest.mark.prove
 def test_thousands_of_missing_names_take_little_time() -> None:
     model = [wanted(f"model.layers.{k}.weight") for k in range(5000)]
     there = {f"layers.{k}.weight": stored() for k in range(5000)}

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm import connect
+from shardwise.comm.machine import connect
+from shardwise.recipe.model_config import ModelConfig
 from shardwise.train.decoder import Decoder
-from shardwise.train.model_config import ModelConfig
 from tests.ranks import gloo_group, outcomes_of
 
 LAYERS = int(os.environ.get("SHARDWISE_TEST_LAYERS", "2"))
@@ -147,10 +147,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
-@pytest.mark.parametrize(
-    ("world", "transport"), [(2, "memory"), pytest.param(4, "messages", marks=pytest.mark.prove)]
-)
+@pytest.mark.parametrize(("world", "transport"), [(2, "memory"), (4, "messages")])
 def test_loading_holds_a_shard_and_one_bucket(folder: Path, world: int, transport: str) -> None:
     files = (folder / "all layers").glob("*.safetensors")
     total = sum(file.stat().st_size for file in files)

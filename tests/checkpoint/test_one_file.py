@@ -83,6 +83,7 @@ def trained_and_saved(comm: Comm, path: str) -> tuple[str, Tensor]:
         return str(saved), model(digits(99, 5)[0]).clone()
 
 
+@pytest.mark.prove
 def test_a_process_without_shardwise_loads_mnist_cnn_pt_and_answers_alike(tmp_path: Path) -> None:
     path = tmp_path / "mnist_cnn.pt"
     (line, answer), (other_line, _) = run_processes(2, trained_and_saved, str(path))

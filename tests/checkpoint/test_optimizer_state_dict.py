@@ -177,7 +177,7 @@ def test_shards_of_state_know_their_whole() -> None:
         (lambda s: s["state"]["norm.bias"].update(exp_avg=torch.zeros(3)), "exp_avg of norm.bias"),
         (lambda s: s["param_groups"][0]["params"].remove("norm.bias"), "norm.bias: its optimizer"),
         (lambda s: s["param_groups"][0]["params"].append("extra"), "extra: stored"),
-        (lambda s: s["param_groups"][0].update(params=[0, 1]), "Pass by_name"),
+        (lambda s: s["param_groups"][0].update(params=[0, 1]), "Pass sw.by_name"),
     ],
     ids=["shape", "missing", "extra", "numbers"],
 )
@@ -241,11 +241,11 @@ GOOD = {"params": NAMES, **{key: GROUP[key] for key in GROUP if key != "params"}
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (None, "by parameter name is needed"),
-        ({"state": {}, "param_groups": [{"lr": 1.0}]}, "by parameter name is needed"),
-        ({"state": {}, "param_groups": [1]}, "by parameter name is needed"),
-        ({"state": [1], "param_groups": [GOOD]}, "by parameter name is needed"),
-        ({"state": {"0.bias": 1}, "param_groups": [GOOD]}, "by parameter name is needed"),
+        (None, "rank 0 needs an optimizer state dict"),
+        ({"state": {}, "param_groups": [{"lr": 1.0}]}, "rank 0 needs an optimizer state dict"),
+        ({"state": {}, "param_groups": [1]}, "rank 0 needs an optimizer state dict"),
+        ({"state": [1], "param_groups": [GOOD]}, "rank 0 needs an optimizer state dict"),
+        ({"state": {"0.bias": 1}, "param_groups": [GOOD]}, "rank 0 needs an optimizer state dict"),
         ({"state": {"0.bias": {1: 1}}, "param_groups": [GOOD]}, "under the key 1"),
         (
             {"state": {"lost": {"step": torch.ones(())}}, "param_groups": [GOOD]},

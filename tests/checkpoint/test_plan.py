@@ -24,8 +24,8 @@ from shardwise.checkpoint.plan import (
 )
 from shardwise.checkpoint.safetensors_format import PAGE, dtype_of
 from shardwise.errors import CheckpointError
-from shardwise.layout import layout
-from shardwise.layout.solver import solve
+from shardwise.plan.layout import layout
+from shardwise.plan.layout.solver import solve
 
 
 def entry(name: str, shape: tuple[int, ...], cuts: list[int], dtype: str = "F32") -> Entry:

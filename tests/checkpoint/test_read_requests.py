@@ -71,6 +71,7 @@ def test_neighbours_share_a_read_and_holes_between_them_stay_out(tmp_path: Path)
     assert torch.equal(whole, values["t7"])
 
 
+@pytest.mark.prove
 def test_many_small_tensors_fit_in_few_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:
     with CheckpointReader.open(folder) as source:
         source.header("model.safetensors")
         os.truncate(folder / "model.safetensors", 2 * BLOCK)
-        with pytest.raises(sw.CheckpointError, match=r"ends at byte 8,388,608, 4,194,304 before"):
+        with pytest.raises(
+            sw.CheckpointError, match=r"ends at byte 8,388,608, 4,194,304 bytes too early"
+        ):
             source.read_into("model.safetensors", 0, np.empty(3 * BLOCK, np.uint8))
 
 

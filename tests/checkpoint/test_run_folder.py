@@ -296,24 +296,24 @@ def test_a_checkpoint_in_a_checkpoint_makes_it_no_run(tmp_path: Path) -> None:
         sharded.resume(tmp_path / "step-1")
 
 
-@pytest.mark.parametrize("kind", ["export", "hf", "broken-step-1-1", "inner", "itself"])
+@pytest.mark.parametrize("where", ["export", "hf", "broken-step-1-1", "inner", "itself"])
 def test_resume_says_why_it_takes_none_of_the_weights_that_are_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     sharded, run = sw.shard(small()), tmp_path / "run"
-    sharded.save(run / CHECKPOINTS / "step-1" if kind == "inner" else tmp_path / "step-1")
-    if kind == "export":
+    sharded.save(run / CHECKPOINTS / "step-1" if where == "inner" else tmp_path / "step-1")
+    if where == "export":
         with CheckpointReader.open(tmp_path / "step-1") as source:
             export(source, run / "weights")
-    elif kind != "inner":
-        place = run if kind == "itself" else run / kind
+    elif where != "inner":
+        place = run if where == "itself" else run / where
         place.mkdir(parents=True)
         (tmp_path / "step-1" / "model.safetensors").rename(place / "model.safetensors")
     caplog.clear()
     assert sharded.resume(run) is None
     (said,) = [text for text in caplog.messages if "nothing was resumed" in text]
-    assert ("resume that folder" in said) == (kind == "inner")
-    assert {"export": "weights", "inner": CHECKPOINTS, "itself": "run"}.get(kind, kind) in said
+    assert ("resume that folder" in said) == (where == "inner")
+    assert {"export": "weights", "inner": CHECKPOINTS, "itself": "run"}.get(where, where) in said
 
 
 def test_a_run_that_is_new_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

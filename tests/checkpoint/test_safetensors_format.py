@@ -120,7 +120,7 @@ def file(header: object, data: int = 8) -> bytes:
     ],
 )
 def test_what_cannot_be_is_refused(data: bytes, fact: str) -> None:
-    with pytest.raises(CheckpointError, match="not a whole safetensors file") as caught:
+    with pytest.raises(CheckpointError, match="not a complete safetensors file") as caught:
         read(data)
     assert fact in str(caught.value)
 

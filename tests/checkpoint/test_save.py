@@ -332,6 +332,7 @@ def too_large(comm: Comm, path: str, everybody: bool) -> str:
     raise AssertionError
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 @pytest.mark.parametrize("everybody", [True, False])
 def test_files_that_may_not_grow_fail_on_all_ranks_together(

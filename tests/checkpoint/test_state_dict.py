@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import StateDictType
 
 import shardwise as sw
 from shardwise.checkpoint.options import KINDS, kind_of
 from shardwise.checkpoint.state_dict import StateDict
 from shardwise.comm.protocol import Comm
-from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES
@@ -51,7 +52,7 @@ def test_state_of_fsdps_configuration_is_that_of_its_kind() -> None:
     sharded = sw.shard(torch.nn.Linear(2, 2))
     kind: Any = fsdp.FullStateDictConfig(offload_to_cpu=True)
     assert equal(sharded.state_dict(kind), sharded.state_dict("full"))
-    with pytest.raises(sw.ConfigError, match="says all of it"):
+    with pytest.raises(sw.ConfigError, match="which has these options"):
         sharded.state_dict(kind, rank0_only=True)
 
 
@@ -59,9 +60,15 @@ def test_state_of_fsdps_configuration_is_that_of_its_kind() -> None:
     ("kind", "how", "message"),
     [
         ("ful", {}, "nearest is 'full'"),
+        (StateDictOptions(), {}, "Write 'sharded', offload_to_cpu=False in its place"),
+        (
+            StateDictOptions(full_state_dict=True, cpu_offload=True),
+            {},
+            "Write 'full', offload_to_cpu=True, rank0_only=True in its place",
+        ),
         ("full", {"rank_0_only": True}, "nearest is 'rank0_only'"),
         ("local", {"rank0_only": True}, "every rank has shards of its own"),
-        (StateDict.FULL, {"rank0_only": True}, "says all of it"),
+        (StateDict.FULL, {"rank0_only": True}, "which has these options"),
     ],
 )
 def test_what_means_nothing_is_an_error(kind: Any, how: dict[str, Any], message: str) -> None:

@@ -55,6 +55,12 @@ def test_the_package_itself_is_the_command() -> None:
     assert done.stdout.startswith("shardwise ")
 
 
+def test_a_source_tree_that_is_not_installed_says_so_in_place_of_a_version() -> None:
+    not_installed = "import importlib.metadata as m; m.version = lambda _: m.distribution('none')"
+    done = python("-c", f"{not_installed}; import shardwise; print(shardwise.__version__)")
+    assert (done.stdout, done.stderr) == ("0+source\n", "")
+
+
 def test_an_interrupt_while_torch_is_imported_leaves_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 2)", "utf-8")
     done = python("-m", "shardwise", "inspect", "run", path=str(tmp_path))

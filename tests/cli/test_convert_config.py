@@ -11,7 +11,7 @@ import yaml
 
 from shardwise.cli import main
 from shardwise.errors import ConfigError
-from shardwise.train.recipe import flatten, read_recipe
+from shardwise.recipe.read import flatten, read_recipe
 from tests.dialects.test_docs import document
 from tests.dialects.test_interpret import ASKED_V1, GAUDI
 
@@ -137,7 +137,7 @@ def test_a_program_and_a_command_after_two_hyphens(
     assert tree["checkpoint"] == {"save_every": 100, "save_total_limit": 2}
     decay = {"schedule": "linear", "warmup": 2, "floor": 0.0, "weight_decay": 0.0}
     assert tree["optimizer"].items() >= decay.items()
-    assert tree["sharding"]["precision"] == {"compute": "bfloat16"}
+    assert tree["sharding"]["precision"] == {"param_dtype": "bfloat16"}
     words = ("python", "t.py", "--learning_rate", "1e-4", "--max_steps", "30", "--seed=7")
     convert(capsys, here, "--to", "transformers", "--", *words)
     back = yaml.safe_load((here / "command.transformers.yaml").read_text("utf-8"))
@@ -251,7 +251,7 @@ def test_options_of_accelerate_launch_are_converted_for_any_script(
     words = "accelerate launch --use_fsdp --fsdp_sharding_strategy NO_SHARD --mixed_precision bf16"
     convert(capsys, here, "--", *words.split(), "train.py")
     tree = yaml.safe_load((here / "command.recipe.yaml").read_text("utf-8"))
-    assert tree == {"sharding": {"strategy": "no_shard", "precision": {"compute": "bfloat16"}}}
+    assert tree == {"sharding": {"strategy": "no_shard", "precision": {"param_dtype": "bfloat16"}}}
 
 
 @pytest.mark.parametrize(

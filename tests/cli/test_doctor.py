@@ -24,6 +24,7 @@ def test_what_is_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     out = capsys.readouterr().out
     for start in ("torch ", "cpu     1 × ", "cuda    none", "hpu     PT_HPU_LAZY_MODE "):
         assert any(line.startswith(start) for line in out.splitlines()), start
+    assert out.splitlines()[0].split() == ["package", "found", "needed", "newest", "tested"]
     assert out.endswith("here      ranks use cpu over gloo\n")
     written = json.loads((tmp_path / "here.json").read_text("utf-8"))
     assert set(written["devices"]) == {"cpu", "cuda", "xpu", "hpu"}
@@ -42,7 +43,8 @@ def test_a_package_that_is_too_old_fails(
     [
         ("RANK=1", "has RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: a launcher sets all"),
         ("RANK=1", "If it is the number of this machine, name it NODE_RANK"),
-        ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=n1 MASTER_PORT=9", "rank 1 of 2, which meet at n1:9"),
+        ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=::1 MASTER_PORT=9", "rank 1 of 2, which meet at ::1:9"),
+        ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=9", "meeting   no program listens"),
     ],
 )
 def test_the_variables_of_a_launcher_are_read_as_a_run_reads_them(

@@ -19,6 +19,7 @@ from shardwise.train.records import (
     Predicted,
     Prepared,
     Record,
+    Replaced,
     Resumed,
     Sampled,
     Saved,
@@ -250,6 +251,19 @@ def test_a_run_with_nothing_left_to_do_says_how_to_have_more() -> None:
         (
             "done      runs/demo is already complete (128 steps): raise run.steps or run.epochs "
             "to train longer, or start over with --run.overwrite true (deletes this run)"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "had"), [(128, "finished at step 128"), (None, "did not finish")]
+)
+def test_a_run_that_is_replaced_is_named(steps: int | None, had: str) -> None:
+    assert format_record(Replaced("runs/demo", steps)) == [
+        (
+            f"replaces  the run in runs/demo that {had}, since run.overwrite is true, and deletes "
+            "it at the first save. To train that one longer: --run.overwrite false, and more "
+            "--run.steps"
         )
     ]
 

@@ -44,6 +44,7 @@ def chat_recipe(folder: Path) -> tuple[Path, list[str]]:
     return recipe_file(folder), [f"{key}={value}" for key, value in values.items()]
 
 
+@pytest.mark.prove
 def test_the_rows_of_a_rehearsal_need_no_network(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

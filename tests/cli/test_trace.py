@@ -42,7 +42,7 @@ def test_a_stage_a_rank_of_many_and_a_model_of_ones_own(
     assert "rank 7 of 1024" in text
     assert "# float32[16, 1]  this rank's part of weight" in text
     code, text = trace(capsys, f"{tmp_path / 'net.py'}:bare")
-    assert (code, "gives no input" in text) == (1, True)
+    assert (code, "returns no input" in text) == (1, True)
     code, text = trace(capsys, f"{tmp_path / 'net.py'}:biuld")
     assert (code, "nearest is build" in text) == (1, True)
     code, text = trace(capsys, "--stage", "sortwaits")
@@ -103,7 +103,7 @@ def test_a_grid_is_two_numbers_and_what_is_not_a_hybrid_ignores_it_in_a_comparis
     code, text = trace(capsys, "--strategy", "hybrid_shard", "--mesh", "2", "3", "--rank", "5")
     assert code == 0
     assert "hybrid_shard (replicate=2 × shard=3), rank 5 of 6" in text
-    assert "over replicate: 5.5 KiB, sends 2.8 KiB: every rank needs the whole mean" in text
+    assert "over replicate: 5.5 KiB, sends 2.8 KiB: every rank needs the full mean" in text
     code, text = trace(capsys, "--diff", "hybrid_full", "full_shard", "--mesh", "2", "2")
     assert code == 0
     assert ["forward:", "update", "2", "0"] in [line.split() for line in text.splitlines()]

@@ -17,8 +17,8 @@ import torch
 
 from shardwise.cli import main
 from shardwise.cli.train import unused_devices
+from shardwise.recipe.read import keys, read_recipe, to_yaml
 from shardwise.train.job import Job
-from shardwise.train.recipe import keys, read_recipe, to_yaml
 from tests.forked import forked
 from tests.train.tiny import recipe_file
 
@@ -366,6 +366,7 @@ def test_two_processes_train_as_one_does(two: Two, tmp_path: Path) -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.prove
 @forked
 def test_torchrun_is_as_good(two: Two, tmp_path: Path) -> None:
     command = ("-m", "shardwise.cli", "train", str(recipe_file(tmp_path)))
@@ -385,6 +386,7 @@ def test_a_rank_s_error_is_all_that_is_said(tmp_path: Path) -> None:
     assert line.startswith("error: rank 0: data.source '/nowhere' does not exist")
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 @forked
 def test_a_rank_s_error_is_said_under_torchrun_too(tmp_path: Path) -> None:
@@ -443,6 +445,7 @@ def test_killed_in_the_middle_of_a_step_all_ranks_start_again_and_go_on_exactly(
 
 
 @pytest.mark.spawn
+@pytest.mark.prove
 @forked
 def test_a_rehearsed_crash_costs_what_was_not_saved_and_the_same_command_goes_on(
     two: Two, tmp_path: Path
@@ -458,6 +461,7 @@ def test_a_rehearsed_crash_costs_what_was_not_saved_and_the_same_command_goes_on
     assert losses(tmp_path) == pytest.approx(losses(two[0]), rel=1e-5)
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 @forked
 def test_what_is_replaced_is_replaced_once_and_not_again_after_a_crash(
@@ -479,7 +483,7 @@ def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
     changes = ("run.steps=40", "run.log_every=1", "checkpoint.save_every=0", "sample.tokens=0")
-    command = ("train", str(recipe_file(tmp_path)), *changes, "run.eval_every=0")
+    command = ("train", str(recipe_file(tmp_path)), *changes, "run.eval_every=0", "batch.micro=6")
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SLOW, *command],
         env=environ(),
@@ -513,6 +517,7 @@ def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
 
 
 @pytest.mark.spawn
+@pytest.mark.prove
 @forked
 def test_under_torchrun_a_run_that_is_told_to_end_saves_too(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"

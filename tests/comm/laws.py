@@ -281,7 +281,7 @@ def unlike_facts_end_the_group(comm: Comm) -> list[Tensor]:
     assert "seed: rank 0: 0; rank 1: 1" in text
     assert "torch" not in text
     for _ in range(2):
-        with pytest.raises(RanksDisagree, match="differ in 2 of their facts"):
+        with pytest.raises(RanksDisagree, match="2 settings are not the same on all ranks"):
             comm.broadcast(torch.ones(1), 0, Label("broadcast"))
     return []
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.codec import BLOCK, QUANTISED, Codec, wire_nbytes
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
+from shardwise.comm.transports.local import LocalComm
 from tests.nets import numbers
 from tests.ranks import run_threads
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import shared_memory
-from shardwise.comm.backend import BackendComm
-from shardwise.comm.connect import over
-from shardwise.comm.gloo import GlooComm
-from shardwise.comm.local import LocalComm
+from shardwise.comm.machine.connect import over
 from shardwise.comm.protocol import Comm
-from shardwise.comm.shared_memory import SharedMemoryComm
+from shardwise.comm.transports import shared_memory
+from shardwise.comm.transports.backend import BackendComm
+from shardwise.comm.transports.gloo import GlooComm
+from shardwise.comm.transports.local import LocalComm
+from shardwise.comm.transports.shared_memory import SharedMemoryComm
 from tests.comm import laws
 from tests.comm.laws import LAWS, NATIVE_LAWS, Law
 from tests.ranks import gloo_group, outcomes_of, run_sharing, run_threads

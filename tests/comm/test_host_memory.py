@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.memory import Memory
-from tests.comm.test_backend import Named
+from tests.comm.transports.test_backend import Named
 
 CPU = torch.device("cpu")
 

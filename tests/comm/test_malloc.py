@@ -30,6 +30,7 @@ def test_freed_memory_stays_mapped() -> None:
     assert int(faults) < 100
 
 
+@pytest.mark.prove
 def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
     kept, faults = in_a_new_process(AGAIN).split()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.arena import Arena, Heap, SymmetricHeap
 from shardwise.comm.memory import Memory, SharedMemory
+from shardwise.comm.transports.arena import Arena, Heap, SymmetricHeap
 
 
 def test_a_full_bucket_is_freed_and_comes_back_in_the_same_storage() -> None:

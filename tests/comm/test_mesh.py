@@ -12,29 +12,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from shardwise.comm import shared_memory as shared_memory_module
-from shardwise.comm.connect import over
-from shardwise.comm.fake import FakeComm
+from shardwise.comm.machine.connect import over
 from shardwise.comm.mesh import Mesh, Shape, gather_rows, shape_of
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.transports import shared_memory as shared_memory_module
+from shardwise.comm.transports.fake import FakeComm
 from shardwise.errors import ConfigError, RanksDisagree
-from shardwise.strategies import placement_of
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import loss, tied_decoder, tied_decoder_batch
 from tests.ranks import gloo_group, outcomes_of, run_hosts, run_threads
 
-HYBRID, FULL = placement_of("hybrid_shard"), placement_of("full_shard")
+HYBRID, FULL = ("hybrid_shard", True), ("full_shard", False)  # strategies: are there two axes?
 
 
 # ---- the shape -----------------------------------------------------------------------------------
 
 
 def test_a_row_is_a_host_unless_a_shape_is_passed() -> None:
-    assert shape_of(HYBRID, 8, None, 4) == Shape(replicate=2, shard=4)
-    assert shape_of(HYBRID, 8, (4, 2), 4) == Shape(replicate=4, shard=2)
-    assert shape_of(HYBRID, 6, [3, 2], None) == Shape(replicate=3, shard=2)
-    assert shape_of(HYBRID, 8, (1, 8), 4) == Shape(replicate=1, shard=8)
-    assert shape_of(FULL, 8, None, 4) is None
+    assert shape_of(*HYBRID, 8, None, 4) == Shape(replicate=2, shard=4)
+    assert shape_of(*HYBRID, 8, (4, 2), 4) == Shape(replicate=4, shard=2)
+    assert shape_of(*HYBRID, 6, [3, 2], None) == Shape(replicate=3, shard=2)
+    assert shape_of(*HYBRID, 8, (1, 8), 4) == Shape(replicate=1, shard=8)
+    assert shape_of(*FULL, 8, None, 4) is None
 
 
 @pytest.mark.parametrize(("ndim", "shape"), [(2, Shape(4, 2)), (1, Shape(2, 4))])
@@ -43,38 +42,38 @@ def test_a_device_mesh_of_two_axes_is_a_shape(
 ) -> None:
     monkeypatch.setattr(DeviceMesh, "ndim", ndim)
     monkeypatch.setattr(DeviceMesh, "mesh", torch.arange(8).view(4, 2))
-    assert shape_of(HYBRID, 8, DeviceMesh.__new__(DeviceMesh), 4) == shape
+    assert shape_of(*HYBRID, 8, DeviceMesh.__new__(DeviceMesh), 4) == shape
 
 
 def test_a_wrong_product_names_both_numbers() -> None:
-    assert said(ConfigError, lambda: shape_of(HYBRID, 6, (2, 2), 2)).startswith(
+    assert said(ConfigError, lambda: shape_of(*HYBRID, 6, (2, 2), 2)).startswith(
         "the mesh is replicate=2 × shard=2, for 4 ranks, and there are 6. Pass mesh="
     )
-    assert "for 6 ranks" in said(ConfigError, lambda: shape_of(HYBRID, 6, (-2, -3), 2))
+    assert "for 6 ranks" in said(ConfigError, lambda: shape_of(*HYBRID, 6, (-2, -3), 2))
     assert "there are 6 ranks, and LOCAL_WORLD_SIZE=4 on this host; 6 is no multiple of 4" in said(
-        ConfigError, lambda: shape_of(HYBRID, 6, None, 4)
+        ConfigError, lambda: shape_of(*HYBRID, 6, None, 4)
     )
     assert "LOCAL_WORLD_SIZE, which says how many of the 6 ranks are on a host, is not set" in said(
-        ConfigError, lambda: shape_of(HYBRID, 6, None, None)
+        ConfigError, lambda: shape_of(*HYBRID, 6, None, None)
     )
 
 
 def test_one_rank_needs_no_launcher() -> None:
-    assert shape_of(HYBRID, 1, None, None) == shape_of(HYBRID, 1, None, 8) == Shape(1, 1)
+    assert shape_of(*HYBRID, 1, None, None) == shape_of(*HYBRID, 1, None, 8) == Shape(1, 1)
     with pytest.raises(ConfigError, match="for 4 ranks, and there are 1"):
-        shape_of(HYBRID, 1, (2, 2), None)
+        shape_of(*HYBRID, 1, (2, 2), None)
 
 
 @pytest.mark.parametrize("mesh", [(4,), (1, 2, 2), ("2", "2"), []])
 def test_a_mesh_is_two_numbers(mesh: object) -> None:
-    for placement in (HYBRID, FULL):
+    for strategy in (HYBRID, FULL):
         with pytest.raises(ConfigError, match=r"it is two numbers of ranks, \(replicate, shard\)"):
-            shape_of(placement, 4, mesh, 2)
+            shape_of(*strategy, 4, mesh, 2)
 
 
 def test_one_axis_is_asked_for_where_the_strategy_has_one() -> None:
     assert "strategy 'full_shard' uses one axis, and the mesh has two, (2, 2)" in said(
-        ConfigError, lambda: shape_of(FULL, 4, (2, 2), None)
+        ConfigError, lambda: shape_of(*FULL, 4, (2, 2), None)
     )
 
 
@@ -239,7 +238,7 @@ def stepped(comm: Comm, model: nn.Module, mesh: tuple[int, int] | None = None) -
 def on_hosts_of_two(rank: int, world: int, folder: str) -> list[object]:
     """Ranks 0 and 1 are on one host, 2 and 3 on another; how they are connected, and what works."""
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(shared_memory_module, "_host", lambda: f"host {rank // 2}")
+    monkeypatch.setattr(shared_memory_module, "host", lambda: f"host {rank // 2}")
     with gloo_group(rank, world, folder), sw.connect() as comm:
         replicate, shard = comm.axes(2, 2)
         names = [type(ranks).__name__ for ranks in (comm, replicate, shard)]

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm, Counters, Label
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError
 from tests.ranks import run_threads
 

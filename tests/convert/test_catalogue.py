@@ -79,7 +79,7 @@ def test_one_file_is_a_catalogue_of_its_own(tmp_path: Path) -> None:
     assert list(found.groups["model"]) == ["a"]
     (tmp_path / "x.safetensors").write_bytes(b"nothing of the kind")
     assert (
-        "x.safetensors is not a whole safetensors file"
+        "x.safetensors is not a complete safetensors file"
         in Catalogue.read(tmp_path / "x.safetensors").problems[0]
     )
 

@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import shardwise as sw
-from shardwise.checkpoint.dcp import export_dcp, import_checkpoint
 from shardwise.comm.protocol import Comm
 from shardwise.convert import dcp_export as exported
+from shardwise.convert.dcp_export import export_dcp
+from shardwise.convert.dcp_import import import_checkpoint
 from tests.checkpoint.runs import tensors
 from tests.convert import theirs
 from tests.convert.test_dcp_import import assert_same, values
@@ -130,7 +131,9 @@ def test_a_disk_that_is_full_is_told(
         raise CheckpointException("write", {0: (error, StackSummary())}) if wrapped else error
 
     monkeypatch.setattr(exported, "save", full)
-    with pytest.raises(sw.CheckpointError, match=r"unexpected pos 64 vs 0\. Look whether the disk"):
+    with pytest.raises(
+        sw.CheckpointError, match=r"unexpected pos 64 vs 0\. Check whether the disk"
+    ):
         export_dcp(tmp_path / "step-2", tmp_path / "dcp")
     monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 100)
     with pytest.raises(sw.CheckpointError, match="while it is written"):

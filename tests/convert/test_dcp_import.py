@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.dcp import import_checkpoint
 from shardwise.comm.protocol import Comm
-from shardwise.convert.dcp_import import _config
+from shardwise.convert.dcp_import import _config, import_checkpoint
 from tests.convert import theirs
 from tests.convert.theirs import Told, adamw, net
 from tests.copies import on_ranks

@@ -28,10 +28,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 
 from shardwise.dialects import DIALECTS, Policy, Report, guess, read, write
 from shardwise.dialects.keys import flatten
-from shardwise.dialects.policy import FILL_IN, OFFLOADED
+from shardwise.dialects.policy import FILL_IN
 from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError
-from shardwise.train.config import Recipe
+from shardwise.recipe.recipe import Recipe
 from tests.copies import said
 
 GAUDI = """{
@@ -101,7 +101,7 @@ def test_the_file_of_the_article_on_gaudi_as_it_is_printed() -> None:
         ("auto_wrap_policy", "translated", wrap),
         ("backward_prefetch", "translated", "sharding.prefetch.when: pre"),
         ("forward_prefetch", "translated", "sharding.prefetch.forward: 0"),
-        ("offload_params", "translated", f"sharding.offload: [] {words}"),
+        ("offload_params", "translated", f"sharding.offload: none {words}"),
         ("sharding_strategy", "translated", f"sharding.strategy: full_shard {words}"),
         (
             *("state_dict_type", "translated"),
@@ -222,7 +222,7 @@ def test_every_key_is_in_the_report_once_and_in_its_order(
 
 
 def test_a_dtype_beside_another_word_for_it_is_settled_at_once() -> None:
-    settled = Policy(mixed_precision="no", compute="bfloat16").settled()
+    settled = Policy(mixed_precision="no", param_dtype="bfloat16").settled()
     assert settled == settled.settled()
 
 
@@ -237,9 +237,9 @@ def test_the_file_of_accelerate_is_read_explained_and_converted() -> None:
         "strategy": "shard_grad_op",
         "wrap": 100_000_000,
         "prefetch": {"backward": 0, "forward": None},
-        "precision": {"compute": "bfloat16"},
+        "precision": {"param_dtype": "bfloat16"},
         "activation_checkpointing": True,
-        "offload": [],
+        "offload": "none",
     }
     assert Recipe.model_validate(recipe).sharding.wrap == 100_000_000
     launch = {key: value for key, value in elsewhere.items() if key.startswith("launch.")}
@@ -301,7 +301,7 @@ def test_the_words_of_transformers(words: object) -> None:
     report.check()
     policy = report.policy
     assert (policy.strategy, policy.wrap, policy.min_num_params) == ("full_shard", "size", 2000)
-    assert policy.offload == OFFLOADED
+    assert policy.offload == "everything"
     keys = ["fsdp.full_shard", "fsdp.auto_wrap", "fsdp.offload", "fsdp_config.min_num_params"]
     assert [entry.key for entry in report.entries] == keys
 
@@ -337,9 +337,9 @@ def test_the_arguments_of_fsdp1_are_torchs_objects() -> None:
         "translated",
     }
     policy = report.policy
-    assert (policy.strategy, policy.offload) == ("shard_grad_op", OFFLOADED)
+    assert (policy.strategy, policy.offload) == ("shard_grad_op", "everything")
     assert (policy.wrap, policy.wrap_classes) == ("auto", ("Linear",))
-    assert (policy.compute, policy.wire, policy.prefetch_backward) == (
+    assert (policy.param_dtype, policy.reduce_dtype, policy.prefetch_backward) == (
         "bfloat16",
         "float32",
         "post",
@@ -359,9 +359,9 @@ def test_the_arguments_of_fsdp2_are_torchs_objects() -> None:
         "fsdp2",
     )
     policy = report.policy
-    assert (policy.strategy, policy.offload) == ("shard_grad_op", OFFLOADED)
+    assert (policy.strategy, policy.offload) == ("shard_grad_op", "everything")
     assert policy.mixed_precision == "bf16"
-    assert read({"offload_policy": OffloadPolicy()}, "fsdp2", strict=True).policy.offload == ()
+    assert read({"offload_policy": OffloadPolicy()}, "fsdp2", strict=True).policy.offload == "none"
     assert status(read({"reshard_after_forward": 4}, "fsdp2"), "reshard_after_forward") == (
         "contradictory",
         "not a value of this key; choose one of True, False",
@@ -655,7 +655,7 @@ def test_a_file_is_of_the_dialect_that_knows_most_of_its_keys() -> None:
 
 FLAGS = st.none() | st.booleans()
 COMMON = {
-    "offload": st.sampled_from([None, (), OFFLOADED]),
+    "offload": st.sampled_from([None, "none", "everything"]),
     "wrap": st.sampled_from([None, "auto", "size", "none"]),
     "wrap_classes": st.sampled_from([None, ("Block",), ("Block", "Head")]),
     "min_num_params": st.sampled_from([None, 1, 10**8]),
@@ -703,7 +703,7 @@ def written_fields(dialect: str, version: int) -> set[str]:
         names -= {"strategy", "mesh"}  # sizes cannot be said
     if "wrap" not in names:
         names -= {"wrap_classes", "min_num_params"}
-    return names - {"compute"}
+    return names - {"param_dtype"}
 
 
 DEEPSPEED = {
@@ -740,8 +740,8 @@ def test_deepspeeds_json_is_guessed_and_every_key_is_accounted_for() -> None:
     assert report.places()[0] == {
         "sharding": {
             "strategy": "full_shard",
-            "precision": {"compute": "bfloat16"},
-            "offload": ["gradients", "optimizer"],
+            "precision": {"param_dtype": "bfloat16"},
+            "offload": "optimizer",
         },
         "optimizer": {
             "clip": 0.5,
@@ -772,3 +772,32 @@ def test_an_offload_to_a_disk_is_refused() -> None:
     (entry,) = read({"zero_optimization": offload}).entries
     assert entry.status == "contradictory"
     assert "choose one of none, cpu" in entry.text
+
+
+def test_deepspeed_without_a_stage_shards_nothing() -> None:
+    report = read({"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5}, "deepspeed")
+    assert report.places()[0]["sharding"] == {"strategy": "no_shard"}
+    title, *lines = repr(report).splitlines()
+    assert title == "Report of DeepSpeed's JSON:"
+    assert "translated    gradient_clipping: 0.5 → optimizer.clip: 0.5" in map(str.strip, lines)
+    assert any("sharding.strategy: no_shard (DeepSpeed's default)" in line for line in lines)
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+@pytest.mark.parametrize("dialect", ["fsdp1", "fsdp2", "recipe"])
+def test_whether_inputs_are_cast_goes_both_ways(dialect: str, inputs: bool) -> None:
+    written = write(Policy(param_dtype="bfloat16", cast_inputs=inputs), dialect)
+    assert written.lost.keys() <= {"mixed_precision"}
+    report = read(written.tree, dialect, strict=True)
+    assert report.places()[0]["sharding"]["precision"]["cast_forward_inputs"] is inputs
+
+
+def test_fsdp1_casts_the_models_inputs_unless_the_root_is_told_otherwise() -> None:
+    def cast(**options: Any) -> Any:
+        given = {"mixed_precision": MixedPrecision(torch.bfloat16, **options)}
+        return read(given, "fsdp1", strict=True).policy.cast_inputs
+
+    assert cast() is cast(cast_forward_inputs=True) is True
+    assert cast(cast_root_forward_inputs=False) is False
+    with pytest.raises(ConfigError, match="both mean one thing"):
+        cast(cast_forward_inputs=True, cast_root_forward_inputs=False)

@@ -32,7 +32,6 @@ PLUG_IN = """
 plug_in = FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD", cpu_offload=CPUOffload(True))
 accelerator = Accelerator(fsdp_plugin=plug_in, mixed_precision="bf16")
 """
-OFFLOADED = ["parameters", "gradients", "optimizer"]
 
 
 def report_of(text: str) -> Report:
@@ -48,8 +47,8 @@ def report_of(text: str) -> Report:
                 "strategy": "shard_grad_op",
                 "wrap": ["Block"],
                 "prefetch": {"limit": 2},
-                "precision": {"compute": "bfloat16", "wire": "float32"},
-                "offload": OFFLOADED,
+                "precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+                "offload": "everything",
             },
             ["forward_prefetch"],
         ),
@@ -57,8 +56,8 @@ def report_of(text: str) -> Report:
             FSDP2,
             {
                 "strategy": "shard_grad_op",
-                "precision": {"compute": "bfloat16"},
-                "offload": OFFLOADED,
+                "precision": {"param_dtype": "bfloat16"},
+                "offload": "everything",
             },
             [],
         ),
@@ -66,8 +65,8 @@ def report_of(text: str) -> Report:
             PLUG_IN,
             {
                 "strategy": "no_shard",
-                "precision": {"compute": "bfloat16"},
-                "offload": OFFLOADED,
+                "precision": {"param_dtype": "bfloat16"},
+                "offload": "everything",
             },
             [],
         ),

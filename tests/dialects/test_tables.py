@@ -20,11 +20,11 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.checkpoint.state_dict import StateDict
+from shardwise.config.options import Options
 from shardwise.dialects import DIALECTS, Policy
 from shardwise.dialects.keys import flatten
 from shardwise.dialects.rows import Dialect
-from shardwise.options import Options
-from shardwise.train.config import keys
+from shardwise.recipe.recipe import keys
 
 
 def source(package: str, file: str) -> str:
@@ -127,6 +127,36 @@ def test_every_argument_of_trainer_has_a_row() -> None:
     assert unknown(DIALECTS["transformers"], keys) == set()
     assert unknown(DIALECTS["command"], keys) == set()
     assert unknown(DIALECTS["script"], {f"TrainingArguments.{key}" for key in keys}) == set()
+
+
+DEEPSPEED = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print
+managed_gradient_accumulation dump_state disable_python_gc disable_allgather prescale_gradients
+communication_data_type seq_parallel_communication_data_type sequence_parallel_size vocabulary_size
+gradient_predivide_factor gradient_allreduce_op gradient_clipping dataloader_drop_last log_level
+zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown
+use_data_before_expert_parallelism datastates_ckpt optimizer.type optimizer.legacy_fusion
+scheduler.type scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr
+scheduler.params.warmup_num_steps scheduler.params.warmup_type scheduler.params.total_num_steps
+scheduler.params.warmup_min_ratio scheduler.params.cos_min_ratio optimizer.params.torch_adam
+bf16.enabled bf16.immediate_grad_update fp16.enabled fp16.auto_cast fp16.loss_scale_window
+torch_autocast.enabled torch_autocast.dtype torch_autocast.lower_precision_safe_modules
+data_types.grad_accum_dtype data_types.param_dtype data_types.buffer_dtype
+data_types.keep_in_fp32_modules compile.deepcompile pipeline.stages tensor_parallel.autotp_size
+expert_parallel.enabled hybrid_engine.enabled weight_quantization.enabled timers.throughput
+comet.enabled tensorboard.enabled wandb.enabled csv_monitor.enabled comms_logger.enabled
+flops_profiler.enabled autotuning.enabled aio.block_size checkpoint.tag_validation
+data_efficiency.enabled activation_checkpointing.partition_activations elasticity.enabled
+amp.enabled zero_optimization.stage zero_optimization.offload_param.device
+zero_optimization.cpu_offload_param
+zero_optimization.offload_optimizer.device zero_optimization.cpu_offload_use_pin_memory
+zero_optimization.leaf_module.classes zero_optimization.zenflow.topk_ratio
+"""
+
+
+def test_every_key_of_deepspeed_has_a_row() -> None:
+    """As of 0.19, from ``runtime/config.py``, ``constants.py`` and ``zero/config.py``."""
+    assert unknown(DIALECTS["deepspeed"], set(DEEPSPEED.split())) == set()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)

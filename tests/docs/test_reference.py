@@ -56,5 +56,5 @@ def test_every_method_of_the_handle_is_listed() -> None:
         for name, value in vars(sw.Sharded).items()
         if not name.startswith("_") and (isfunction(value) or isinstance(value, property))
     }
-    names = {*listed()["shardwise.sharded.Sharded"], *listed()["shardwise.checkpoint.api"]}
+    names = {*listed()["shardwise.api.sharded.Sharded"], *listed()["shardwise.checkpoint.api"]}
     assert methods - NOT_FOR_PROGRAMS - names == set()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.comm.connect import over
+from shardwise.comm.machine.connect import over
 from shardwise.comm.protocol import Comm, Label, Pending
 from shardwise.doctor import conformance
 from shardwise.doctor.conformance import CHECKS, Result, conform

@@ -18,6 +18,8 @@ from tests.forked import forked
 from tests.hf.folders import tiny
 from tests.train.tiny import documents
 
+pytestmark = [pytest.mark.spawn, pytest.mark.prove]
+
 STEPS = ("--max_steps", 3, "--gradient_accumulation_steps", 2, "--learning_rate", 0.01)
 COMMON = (*STEPS, "--logging_steps", 1, "--report_to", "none", "--use_cpu")
 
@@ -64,8 +66,6 @@ def compared(program: str, folder: Path, *options: object) -> Path:
     return ours
 
 
-@pytest.mark.spawn
-@pytest.mark.slow
 @forked
 def test_a_script_for_transformers_trains_alike_with_one_other_line(tmp_path: Path) -> None:
     options = (
@@ -83,8 +83,6 @@ def test_a_script_for_transformers_trains_alike_with_one_other_line(tmp_path: Pa
     AutoModelForCausalLM.from_pretrained(saved)
 
 
-@pytest.mark.prove
-@pytest.mark.spawn
 @forked
 def test_a_script_for_trl_trains_alike_with_one_other_line(tmp_path: Path) -> None:
     lora = (
@@ -104,8 +102,6 @@ def test_a_script_for_trl_trains_alike_with_one_other_line(tmp_path: Path) -> No
     PeftModel.from_pretrained(plain, str(saved))
 
 
-@pytest.mark.prove
-@pytest.mark.spawn
 @forked
 def test_the_llama_3_articles_program_trains_with_one_other_line(tmp_path: Path) -> None:
     program = Path(__file__).with_name("llama3_article.py")

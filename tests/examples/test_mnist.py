@@ -122,6 +122,7 @@ def write_mnist(folder: Path) -> None:
 
 @pytest.mark.spawn
 @pytest.mark.slow
+@pytest.mark.prove
 def test_the_program_under_torchrun(tmp_path: Path) -> None:
     write_mnist(tmp_path / "data" / "MNIST" / "raw")
     options = ("--epochs", 1, "--no-cuda", "--save-model", "--data", "data")
@@ -166,6 +167,7 @@ def test_digits_are_recognised_and_two_runs_are_equal(tmp_path: Path) -> None:
 # --- its parts -------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_the_built_in_digits() -> None:
     (train, classes), (test, wanted) = mnist.read_digits()
     assert (train.shape, classes.shape) == ((1540, 1, 28, 28), (1540,))

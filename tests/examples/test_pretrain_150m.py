@@ -6,12 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
-import datasets  # noqa: F401 - once here, and not in each rank that is forked
 import pytest
-from transformers import LlamaForCausalLM
 
-from shardwise.train.model_config import ModelConfig
-from shardwise.train.recipe import read_recipe
+from shardwise.recipe.model_config import ModelConfig
+from shardwise.recipe.read import read_recipe
 from tests.examples.run import EXAMPLES, lines_of, run, torchrun
 from tests.forked import forked
 from tests.test_surface import Source, calls_of_one_vendor
@@ -26,9 +24,12 @@ def losses(lines: list[str]) -> dict[int, float]:
 
 
 @pytest.mark.spawn
-@pytest.mark.slow
+@pytest.mark.prove
 @forked
 def test_a_rehearsal_says_what_it_shrinks_and_is_resumed_at_its_sample(tmp_path: Path) -> None:
+    import datasets  # noqa: F401 - once here, and not in each rank that is forked
+    from transformers import LlamaForCausalLM
+
     whole, other = torchrun(PROGRAM, "--rehearse", "--folder", "whole", folder=tmp_path)
     assert whole[0] == "rehearsal: the same path, with these keys of the recipe changed"
     assert "  model.width              896 -> 64" in whole

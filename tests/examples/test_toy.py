@@ -45,9 +45,17 @@ def assert_printed(text: str, loss: str, ranks: int) -> None:
     assert len(text) == len(loss) + ranks * len("All done")
 
 
+def start_ranks_by(method: str) -> None:
+    """In the program that is forked from here: new interpreters take seconds each."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    vars(torch.multiprocessing)["spawn"] = partial(start_processes, start_method=method)
+
+
 @pytest.mark.spawn
-@pytest.mark.slow
-def test_it_spawns_its_ranks_and_names_the_port_that_it_takes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.prove)])
+@forked
+def test_it_spawns_its_ranks_and_names_the_port_that_it_takes(tmp_path: Path, method: str) -> None:
+    start_ranks_by(method)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -92,11 +100,9 @@ def test_mpirun_starts_each_rank_and_it_starts_no_others(tmp_path: Path, program
 @pytest.mark.spawn
 @forked
 def test_the_command_of_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
-    """Eight ranks, which are forked, too; another test spawns them."""
     (options,) = re.findall(r"`python examples/toy.py (--[^`]+)`", lines_of("seeds.md"))
     assert options == "--iterations 5 --ws 8 -v"
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    vars(torch.multiprocessing)["spawn"] = partial(start_processes, start_method="fork")
+    start_ranks_by("fork")
     assert_printed("".join(run(TOY, *options.split(), folder=tmp_path)), final_loss(5, 8), 8)
 
 

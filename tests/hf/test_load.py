@@ -131,6 +131,21 @@ def test_the_folder_s_generation_config_and_tokenizer_come_along(tmp_path: Path)
     assert sw.hf.load(folder).tokenizer is None
 
 
+@pytest.mark.parametrize("ignored", ["model.norm", "model.layers.0"])
+def test_what_is_left_whole_is_read_too(ignored: str, tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        loaded = sw.hf.load(folder, comm=comm, ignored=[ignored])
+        whole = dict(loaded.model.get_submodule(ignored).named_parameters())
+        loss(loaded.model, batch(0, 2)).backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in whole.values())
+        return loaded.sharded.state_dict()
+
+    for states in run_threads(2, rank):
+        assert equal(states, plain(folder).state_dict())
+
+
 def test_it_says_what_was_read(tmp_path: Path) -> None:
     tiny("mixtral", tmp_path)
     text = str(sw.hf.load(tmp_path, dtype=torch.bfloat16))
@@ -148,7 +163,7 @@ def test_it_says_what_was_read(tmp_path: Path) -> None:
 
 HALVES = {
     "quantization": hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16"),
-    "precision": sw.Precision(compute=torch.float16),
+    "precision": sw.Precision(param_dtype=torch.float16),
 }
 
 
@@ -164,7 +179,7 @@ HALVES = {
         ({"quantization": 4}, "quantization is 4, and not a BitsAndBytesConfig. Pass one, for ex"),
         ({"device_map": "auto"}, "no option 'device_map'; leave it out: ranks hold equal ranges"),
         (HALVES, "training computes in float16, and 4-bit layers in bfloat16"),
-        ({"stratgy": "zero1"}, "shard() has no option 'stratgy'; nearest is 'strategy'"),
+        ({"stratgy": "zero1"}, "load() has no option 'stratgy'; nearest is 'strategy'"),
     ],
 )
 def test_an_argument_of_another_kind_is_answered_with_what_to_pass(

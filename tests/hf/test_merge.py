@@ -134,7 +134,12 @@ def test_it_is_cast_on_the_way_and_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("architecture", "shape", "options", "said"),
     [
-        ("llama", TIED, {"target_modules": ["lm_head"]}, "changes 1 of 2, so no one weight"),
+        (
+            "llama",
+            TIED,
+            {"target_modules": ["lm_head"]},
+            "changes 1 of 2, so one weight cannot be both",
+        ),
         ("mixtral", {}, {"target_modules": ["w1", "w2", "w3"]}, "under another name or in parts"),
     ],
     ids=["one of two tied weights", "a weight of another name"],

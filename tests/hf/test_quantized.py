@@ -16,14 +16,14 @@ import transformers
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
-from shardwise.explain.memory import table_of
+from shardwise.comm.transports.fake import FakeComm
 from shardwise.hf.adapters import save_adapter
 from shardwise.hf.preparation import check_compute, prepare, quantized_layers
 from shardwise.hf.quantized import adopt, quantize, quantize_codes, share_scales
-from shardwise.integrations.peft import ORDER
-from shardwise.tracing.blueprint import draw
+from shardwise.memory.shard_tensor.adapter_order import ORDER
+from shardwise.plan.bytes import table_of
+from shardwise.plan.draw import draw
 from tests.copies import clones, equal, said, seeded
 from tests.hf.quantising import ONE_AT_A_TIME, quantising_one_at_a_time
 from tests.nets import tokens
@@ -138,8 +138,8 @@ CASES = [
     ("nf4", True, 2, "full_shard", {}),
     ("fp4", False, 3, "full_shard", {}),
     ("int8", False, 2, "full_shard", {}),
-    ("nf4", True, 2, "zero1", {}),
-    ("nf4", True, 1, "full_shard", {}),
+    pytest.param("nf4", True, 2, "zero1", {}, marks=pytest.mark.prove),
+    pytest.param("nf4", True, 1, "full_shard", {}, marks=pytest.mark.prove),
     ("nf4", True, 3, "full_shard", {"activation_checkpointing": True}),
 ]
 

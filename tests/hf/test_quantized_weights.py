@@ -52,7 +52,9 @@ def test_a_folder_is_loaded_quantised_as_its_whole_weights_are(
         assert not any(param.requires_grad for param in loaded.model.parameters())
         return str(loaded)
 
-    assert all(str(table) in text for text in run_threads(2, rank))
+    for text in run_threads(2, rank):
+        assert str(table) in text
+        assert f" {theirs.from_config(whole.config).num_parameters():,} parameters in " in text
 
 
 def test_an_adapter_on_it_is_trained_and_answers_in_peft(tmp_path: Path) -> None:

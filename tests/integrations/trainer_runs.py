@@ -154,7 +154,10 @@ def bf16(folder: Path) -> Result:
     )
     one.train()
     sharded = handle(one.model)
-    facts = {"strategy": sharded.placement.name, "compute": str(sharded.options.precision.compute)}
+    facts = {
+        "strategy": sharded.placement.name,
+        "compute": str(sharded.options.precision.param_dtype),
+    }
     return result(one, folder) | facts
 
 

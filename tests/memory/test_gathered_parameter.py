@@ -17,7 +17,7 @@ from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES
 
 RUNS = {"messages": run_threads, "memory": run_sharing}
-BF16 = sw.Precision(compute=torch.bfloat16)
+BF16 = sw.Precision(param_dtype=torch.bfloat16)
 Write = Callable[["Writing"], object]
 
 

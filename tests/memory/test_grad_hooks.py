@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.memory.grad_hooks import is_handed_out
-from shardwise.memory.sharding import sharding_of
+from shardwise.plan.sharding import sharding_of
 from tests.copies import assert_near, local
 from tests.nets import Batch, decoder, decoder_batch, loss
 from tests.parity.plain import put_gradients

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.memory.gradients import Gradients
-from shardwise.memory.sharded_parameter import LocalGradient
-from shardwise.memory.sharding import sharding_of
+from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient
+from shardwise.plan.sharding import sharding_of
 from tests.copies import assert_near, local
 from tests.nets import (
     NETS,
@@ -492,7 +492,7 @@ def test_a_gradient_that_is_averaged_in_part_only_is_not_changed(
     param = next(sharded.model.parameters())
     assert param.grad is not None
     param.grad = change(param.grad)
-    with pytest.raises(sw.ShardUseError, match="averaged over the ranks and another part is not"):
+    with pytest.raises(sw.ShardUseError, match="cannot be applied to both"):
         train(sharded.model, decoder_batch(0, 2))
 
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.transports.local import LocalComm
+from shardwise.config.placement import Placement
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharded_parameter import ShardedParameter
-from shardwise.schedule.events import Event, Op
-from shardwise.schedule.placement import Placement
+from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
+from shardwise.plan.schedule.events import Event, Op
 from tests.copies import local
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
@@ -368,7 +368,7 @@ def test_a_cast_is_the_copy_of_the_own_slice() -> None:
     models = [decoder(), decoder()]
 
     def rank(comm: Comm) -> None:
-        precision = sw.Precision(compute=torch.bfloat16)
+        precision = sw.Precision(param_dtype=torch.bfloat16)
         sharded = sw.shard(models[comm.rank], comm=comm, precision=precision)
         train(sharded.model, decoder_batch(comm.rank, 2))
         before = sum(bucket.copied for bucket in sharded.buckets)
@@ -481,9 +481,9 @@ def test_each_dtype_and_trainability_is_a_bucket_of_its_own_and_bytes_travel_as_
     models = [Mixed(), Mixed()]
 
     def rank(comm: Comm) -> None:
-        precision = sw.Precision(compute=torch.bfloat16)
+        precision = sw.Precision(param_dtype=torch.bfloat16)
         sharded = sw.shard(models[comm.rank], comm=comm, precision=precision)
-        assert [(b.dtypes.stored, b.dtypes.compute, b.trainable) for b in sharded.buckets] == [
+        assert [(b.dtypes.stored, b.dtypes.param, b.trainable) for b in sharded.buckets] == [
             (torch.float32, torch.bfloat16, True),
             (torch.bfloat16, torch.bfloat16, True),
             (torch.uint8, torch.uint8, False),
@@ -576,7 +576,7 @@ def test_after_the_last_use_of_a_layout_its_memory_goes_though_its_buckets_are_h
 
 # ---- one bucket, call by call --------------------------------------------------------------------
 
-BF16 = sw.Precision(compute=torch.bfloat16)
+BF16 = sw.Precision(param_dtype=torch.bfloat16)
 
 
 def test_a_bucket_is_gathered_once_however_often_that_is_asked_for() -> None:
@@ -682,7 +682,7 @@ def test_parts_are_put_together_in_new_memory_and_missing_ones_are_zeros(strateg
 def test_values_put_in_before_they_are_sent_are_sent_once(how: str) -> None:
     """Of a parameter of a user's own class, whose values are looked at when they are used."""
     loads, hybrid = how == "load", {"strategy": "hybrid_full", "mesh": (2, 2)}
-    options: dict[str, Any] = {"offload": sw.Offload(optimizer=True)} if loads else hybrid
+    options: dict[str, Any] = {"offload": "optimizer"} if loads else hybrid
     model = nn.Linear(4, 8, bias=False)
     model.weight = Own(torch.ones(8, 4))
     [bucket] = sw.shard(model, comm=FakeComm(0, 4), **options).buckets
@@ -745,7 +745,7 @@ def test_pieces_that_copies_have_written_are_joined_once_before_they_are_gathere
         [bucket] = sw.shard(model, placement, comm=comm, mesh=(2, 2), precision=precision).buckets
         assert bucket.shard.numel() * 4 == bucket.layout.numel
         # The cast to a piece, once; and where the full bucket was freed, both pieces, twice.
-        itemsize = bucket.dtypes.compute.itemsize
+        itemsize = bucket.dtypes.param.itemsize
         casts = bucket.shard.numel() * itemsize if precision is BF16 else 0
         moves = 0 if bucket.allocation.lasting else 2 * 2 * bucket.shard.numel() * itemsize
         for step in range(2):

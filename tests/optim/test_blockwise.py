@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
-from shardwise.memory.sharding import sharding_of
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.steps import STRATEGIES, averaged, train

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.memory.sharded_parameter import ShardedParameter
-from shardwise.memory.sharding import sharding_of
+from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.optim.flat_state import STEP, FlatGradient, FlatState
+from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import local, on_ranks, said
 from tests.nets import NETS, Net
@@ -118,7 +118,7 @@ def test_state_of_another_shape_is_refused() -> None:
     text = said(sw.ConfigError, lambda: held.take(state))
     assert text == (
         "state 'moment' of parameter 'embed.weight' has shape (3, 5); the shard here is (37, 16), "
-        "so it is another rank's, or of another world size. Load this rank's own state, or whole "
+        "so it is another rank's, or of another world size. Load this rank's own state, or full "
         "state."
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.local import LocalComm
+from shardwise.comm.transports.local import LocalComm
 from tests import nets
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.memory.sharding import sharding_of
+from shardwise.comm.transports.local import LocalComm
+from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import assert_near, clones, equal, local, on_ranks, said, seeded
 from tests.nets import Net
@@ -115,6 +115,7 @@ def by_gradients(
             assert_near(found[name], param.detach(), 2e-5)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("strategy", "grid"), HYBRIDS)
 def test_a_grid_of_ranks_equals_one_process(strategy: str, grid: tuple[int, int]) -> None:
     on_ranks(
@@ -133,7 +134,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    ["few steps", *(pytest.param(n, marks=pytest.mark.prove) for n in OPTIONS if n != "few steps")],
+)
 def test_its_options_are_torchs(options: str) -> None:
     chosen = OPTIONS[options]
     on_ranks(3, nets.decoder, lambda comm, model: by_gradients(comm, model, "full_shard", **chosen))

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
-from shardwise.memory.sharding import sharding_of
+from shardwise.comm.transports.fake import FakeComm
 from shardwise.optim.norm import norm_of
+from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import assert_near, local, on_ranks, said, seeded
 from tests.nets import NETS, Net

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
+from shardwise.comm.transports.fake import FakeComm
 from shardwise.optim.flat_state import STEP, FlatState
 from shardwise.optim.update import Key, Update, decide, runs
 from tests import nets

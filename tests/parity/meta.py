@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.protocol import Comm
-from shardwise.setup.materialise import default_init
+from shardwise.config.options import default_init
 from tests.nets import Net
 
 __all__ = ["built_on_meta", "init_of", "made_whole"]

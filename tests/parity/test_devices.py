@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.local import LocalComm
+from shardwise.comm.transports.local import LocalComm
 from tests import nets
 from tests.copies import assert_near
 from tests.devices import DEVICES

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.connect import over
+from shardwise.comm.machine.connect import over
 from shardwise.optim.update import Update
 from tests import nets
 from tests.copies import assert_near
@@ -85,10 +85,11 @@ def test_the_losses_are_those_of_the_plain_process_that_plays_the_ranks_in_turn(
         assert_near(rank.state, state, tolerance)
 
 
+@pytest.mark.prove
 def test_bf16_compute_keeps_fp32_masters() -> None:
     _, how, _ = KINDS["AdamW"]
     recipe = Recipe.of(TIED, KINDS["AdamW"][0])
-    narrow = replace(how, options={"precision": sw.Precision(compute=torch.bfloat16)})
+    narrow = replace(how, options={"precision": sw.Precision(param_dtype=torch.bfloat16)})
     runs = {strategy: on_threads(3, recipe, narrow.by(strategy)) for strategy in STRATEGIES}
     for ranks in runs.values():
         assert all(rank.dtypes == {torch.float32} for rank in ranks)
@@ -117,13 +118,14 @@ def over_shared_memory(rank: int, world: int, folder: str) -> list[Sharded]:
         for kind, compute in RUNS:
             optimizer, how, _ = SHARED[kind]
             recipe = Recipe.of(TIED, optimizer, micro=2)
-            how = replace(how, options={"precision": sw.Precision(compute=compute)})
+            how = replace(how, options={"precision": sw.Precision(param_dtype=compute)})
             with over(dist.group.WORLD, transport="memory") as comm:
                 found.append(train(comm, recipe.model(), recipe, how))
     return found
 
 
 @pytest.mark.spawn
+@pytest.mark.prove
 def test_over_shared_memory_it_gives_the_bits_that_threads_give() -> None:
     outcomes = outcomes_of(2, over_shared_memory)
     assert [outcome.error for outcome in outcomes] == ["", ""]
@@ -131,7 +133,7 @@ def test_over_shared_memory_it_gives_the_bits_that_threads_give() -> None:
     for ranks, (kind, compute) in zip(runs, RUNS, strict=True):
         optimizer, how, tolerance = SHARED[kind]
         recipe = Recipe.of(TIED, optimizer, micro=2)
-        how = replace(how, options={"precision": sw.Precision(compute=compute)})
+        how = replace(how, options={"precision": sw.Precision(param_dtype=compute)})
         assert_same(ranks, on_threads(2, recipe, how))
         if compute is None and kind in KINDS:
             assert_close(ranks, large_batch(recipe, 2), tolerance)
@@ -142,6 +144,8 @@ def test_over_shared_memory_it_gives_the_bits_that_threads_give() -> None:
 
 def test_a_step_that_is_taken_twice_is_far_away() -> None:
     class Twice(sw.optim.AdamW):
+        elementwise = True
+
         def _carry_out(self, update: Update, gradients: list[Tensor], scale: Tensor | None) -> None:
             super()._carry_out(update, gradients, scale)
             super()._carry_out(update, gradients, scale)

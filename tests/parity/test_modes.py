@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.reduction import Reduction
-from shardwise.precision import Dtypes, Precision
+from shardwise.config.precision import Dtypes, Precision
 from shardwise.runtime.runtime import Runtime
 from tests import nets
 from tests.nets import NETS, Net
@@ -87,6 +87,7 @@ def test_a_mode_changes_no_bit(how: How, strategy: str, plain: Plain) -> None:
     assert_equal(on_threads(WORLD, RECIPE, how.by(strategy)), plain, strategy)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("bucketing", ["none", "layer"])
 @pytest.mark.parametrize("net", NETS, ids=str)
 def test_finer_buckets_change_no_bit_of_awkward_models(net: Net, bucketing: str) -> None:
@@ -129,12 +130,14 @@ def test_checkpoints_around_blocks_change_no_bit(
 ACCUMULATING = replace(RECIPE, micro=3)
 
 
+@pytest.mark.prove
 def test_accumulated_gradients_are_summed_on_each_rank_first() -> None:
     plain = one_by_one(ACCUMULATING, WORLD)
     for strategy in STRATEGIES:
         assert_equal(on_threads(WORLD, ACCUMULATING, How(strategy)), plain, strategy)
 
 
+@pytest.mark.prove
 def test_gradients_that_are_reduced_at_once_are_summed_over_ranks_first() -> None:
     for strategy in STRATEGIES:
         ranks = on_threads(WORLD, ACCUMULATING, How(strategy, syncs_always=True))
@@ -146,7 +149,7 @@ def test_gradients_that_are_reduced_at_once_are_summed_over_ranks_first() -> Non
 def test_both_equal_plain_accumulation_up_to_rounding(always: bool) -> None:
     ranks = on_threads(WORLD, ACCUMULATING, How(syncs_always=always))
     first, expected = whole_gradients(ranks, 0, "full_shard"), flat(accumulated_plainly())
-    assert off(first, expected, 1e-6) == {}
+    assert off(first, expected, 5e-6) == {}  # without AVX, 1.1e-6
 
 
 def summed_over_ranks_first() -> Gradients:
@@ -182,7 +185,7 @@ def loss_of_a_part(model: Any, rank: int, part: int) -> Tensor:
 
 def sums_instead_of_averaging(patch: pytest.MonkeyPatch) -> None:
     def without_divisor(_: Precision, dtypes: Dtypes, __: int) -> Reduction:
-        return Reduction(dtypes.wire, dtypes.sum)
+        return Reduction(dtypes.reduce, dtypes.sum)
 
     patch.setattr(Precision, "reduction", without_divisor)
 

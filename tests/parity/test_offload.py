@@ -7,7 +7,6 @@ allocated and what is freed are the same as beside a device.
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,18 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.protocol import Comm
+from shardwise.config.options import Options
 from shardwise.errors import ConfigError
-from shardwise.schedule.events import Event, Op
+from shardwise.plan.schedule.events import Event, Op
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks, said, seeded
+from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.parity.test_hybrid import batches, trained
 from tests.ranks import run_sharing
 from tests.steps import STRATEGIES, Recorder, assert_at_rest, train
 
-SWITCHES = [s for s in product((False, True), repeat=3) if any(s) and (s[2] or not s[0])]
-OFFLOADS = {sw.Offload(*switches).words: sw.Offload(*switches) for switches in SWITCHES}
-ALL = sw.Offload(True, True, True)
+MODES = ["optimizer", "everything"]
 PLACES: dict[str, Any] = {name: {} for name in STRATEGIES}
 PLACES |= {name: {"mesh": (2, 2)} for name in ("hybrid_shard", "hybrid_full")}
 
@@ -69,38 +66,38 @@ def run(comm: Comm, model: nn.Module, strategy: str, make: Any, **options: Any) 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("make", [adamw, flat_adamw])
-@pytest.mark.parametrize("words", OFFLOADS)
+@pytest.mark.parametrize("offload", MODES)
 @pytest.mark.parametrize("strategy", PLACES)
 def test_training_is_bit_identical_wherever_things_are_kept(
-    strategy: str, words: str, make: Any, dtype: torch.dtype | None
+    strategy: str, offload: str, make: Any, dtype: torch.dtype | None
 ) -> None:
-    dtypes = sw.Precision(compute=dtype)
+    dtypes = sw.Precision(param_dtype=dtype)
     options: dict[str, Any] = {"strategy": strategy, "make": make, "precision": dtypes}
     of = partial(on_ranks, world_of(strategy), nets.decoder)
-    states = of(partial(run, **options)), of(partial(run, offload=OFFLOADS[words], **options))
+    states = of(partial(run, **options)), of(partial(run, offload=offload, **options))
     assert all(equal(one, other) for one, other in zip(*states, strict=True))
 
 
-@pytest.mark.parametrize("offload", [sw.Offload(optimizer=True), ALL], ids=str)
-def test_ranks_that_share_memory_train_alike(offload: sw.Offload) -> None:
+@pytest.mark.parametrize("offload", MODES)
+def test_ranks_that_share_memory_train_alike(offload: Any) -> None:
     models = [seeded(nets.decoder) for _ in range(4)]
 
-    def rank(comm: Comm, first: int, offload: sw.Offload) -> dict[str, Tensor]:
+    def rank(comm: Comm, first: int, offload: Any) -> dict[str, Tensor]:
         sharded = sw.shard(models[first + comm.rank], comm=comm, offload=offload)
         return trained(sharded, adamw(sharded))
 
-    [expected, *_] = run_sharing(2, rank, 0, sw.Offload())
+    [expected, *_] = run_sharing(2, rank, 0, "none")
     for state in run_sharing(2, rank, 2, offload):
         assert equal(state, expected)
 
 
 @pytest.mark.parametrize("strategy", PLACES)
-@pytest.mark.parametrize("words", OFFLOADS)
+@pytest.mark.parametrize("offload", MODES)
 def test_events_are_those_of_the_schedule_and_move_the_bytes_it_says(
-    strategy: str, words: str
+    strategy: str, offload: Any
 ) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
-        offload, place = OFFLOADS[words], PLACES[strategy]
+        place, words = PLACES[strategy], Options(offload=offload).offload_words
         sharded = sw.shard(model, strategy, comm=comm, offload=offload, **place)
         host, optimizer = host_of(sharded), adamw(sharded)
         trained(sharded, optimizer)
@@ -114,9 +111,9 @@ def test_events_are_those_of_the_schedule_and_move_the_bytes_it_says(
         stores = [nbytes[event.unit].stored for event in schedule.events if event.op is Op.STORE]
         assert moved == {"load": sum(loads), "store": sum(stores)}
         gathers = [event for event in schedule.events if event.op is Op.GATHER]
-        each = len(gathers) if offload.parameters else len(sharded.units)
-        assert len(loads) == each * offload.optimizer
-        assert len(stores) == len(sharded.units) * offload.gradients
+        each = len(gathers) if offload == "everything" else len(sharded.units)
+        assert len(loads) == each
+        assert len(stores) == len(sharded.units)
         assert words in str(schedule).splitlines()[0]
         assert words in str(sharded.units)
 
@@ -124,24 +121,22 @@ def test_events_are_those_of_the_schedule_and_move_the_bytes_it_says(
 
 
 def test_host_memory_holds_what_it_is_to_hold_and_nothing_after_its_use() -> None:
-    def rank(comm: Comm, model: nn.Module, offload: sw.Offload) -> None:
+    def rank(comm: Comm, model: nn.Module, offload: Any) -> None:
         sharded = sw.shard(model, comm=comm, offload=offload)
         host, rest = host_of(sharded), shard_nbytes(sharded)
-        resting = rest if offload.optimizer else 0
-        assert host.nbytes == resting
+        assert host.nbytes == rest
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             train(model, batches(0, comm.size)[comm.rank])
-            assert host.nbytes == resting + rest * offload.gradients
+            assert host.nbytes == 2 * rest
             optimizer.step()
-            assert host.nbytes == resting + rest * offload.optimizer
             optimizer.zero_grad()
-            assert host.nbytes == resting
+            assert host.nbytes == rest
             assert all(b.full.untyped_storage().nbytes() == 0 for b in sharded.buckets)
         sharded.unshard()
         assert host.nbytes == 0
 
-    for offload in OFFLOADS.values():
+    for offload in MODES:
         on_ranks(2, nets.decoder, partial(rank, offload=offload))
 
 
@@ -156,18 +151,18 @@ def device_nbytes(sharded: sw.Sharded) -> int:
 
 @pytest.mark.parametrize("strategy", PLACES)
 def test_a_device_keeps_no_offloaded_parameter_between_steps(strategy: str) -> None:
-    def rank(comm: Comm, model: nn.Module, offload: sw.Offload) -> int:
+    def rank(comm: Comm, model: nn.Module, offload: Any) -> int:
         sharded = sw.shard(model, strategy, comm=comm, offload=offload, **PLACES[strategy])
         trained(sharded, adamw(sharded))
         return device_nbytes(sharded)
 
     of = partial(on_ranks, world_of(strategy), nets.decoder)
-    assert of(partial(rank, offload=ALL)) == [0] * world_of(strategy)
-    assert all(nbytes > 0 for nbytes in of(partial(rank, offload=sw.Offload(optimizer=True))))
+    assert of(partial(rank, offload="everything")) == [0] * world_of(strategy)
+    assert all(nbytes > 0 for nbytes in of(partial(rank, offload="optimizer")))
 
 
 def test_gradients_that_are_kept_add_up_and_those_of_several_backward_passes() -> None:
-    def rank(comm: Comm, model: nn.Module, offload: sw.Offload) -> dict[str, Tensor]:
+    def rank(comm: Comm, model: nn.Module, offload: Any) -> dict[str, Tensor]:
         sw.shard(model, comm=comm, offload=offload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(3):  # nobody sets gradients to zero
@@ -176,27 +171,10 @@ def test_gradients_that_are_kept_add_up_and_those_of_several_backward_passes() -
             optimizer.step()
         return clones(model.state_dict())
 
-    [expected, *_] = on_ranks(2, nets.decoder, partial(rank, offload=sw.Offload()))
-    for offload in (sw.Offload(optimizer=True), sw.Offload(gradients=True), ALL):
+    [expected, *_] = on_ranks(2, nets.decoder, partial(rank, offload="none"))
+    for offload in MODES:
         [state, *_] = on_ranks(2, nets.decoder, partial(rank, offload=offload))
         assert equal(state, expected)
-
-
-@pytest.mark.parametrize("by_hand", [True, False])
-def test_gradients_are_moved_once_to_where_the_optimizer_steps(by_hand: bool) -> None:
-    model = nn.Linear(4, 8)
-    sharded = sw.shard(model, comm=FakeComm(0, 2), offload=sw.Offload(optimizer=True))
-    optimizer, [bucket], stored = torch.optim.SGD(model.parameters(), lr=0.1), sharded.buckets, []
-    if by_hand:
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-    else:
-        model(torch.ones(1, 4)).sum().backward()
-    for _ in range(2):
-        optimizer.step()
-        stored.append(host_of(sharded).copied["store"])
-    nbytes = sum(local(param.grad).nbytes for param in model.parameters())
-    assert stored == [nbytes if by_hand else bucket.shard.nbytes] * 2
 
 
 class Wanders(nn.Module):
@@ -216,7 +194,7 @@ class Wanders(nn.Module):
         return x
 
 
-def wander(comm: Comm, model: nn.Module, offload: sw.Offload) -> dict[str, Tensor]:
+def wander(comm: Comm, model: nn.Module, offload: Any) -> dict[str, Tensor]:
     assert isinstance(model, Wanders)
     wrap = sw.wrap.by_class(nn.Linear)
     sharded = sw.shard(model, wrap=wrap, comm=comm, offload=offload)
@@ -238,42 +216,43 @@ def wander(comm: Comm, model: nn.Module, offload: sw.Offload) -> dict[str, Tenso
         optimizer.step()
         optimizer.zero_grad()
         assert_at_rest(sharded)
-        resting = shard_nbytes(sharded) if offload.optimizer else 0
+        resting = shard_nbytes(sharded) if offload != "none" else 0
         assert host_of(sharded).nbytes == resting
     assert any(event.reason == "on demand" for event in events)
     stored = [event.unit for event in events if event.op is Op.STORE]
     settled = [event.unit for event in events if event.op is Op.SETTLE]
-    assert stored == (settled if offload.gradients else [])
+    assert stored == (settled if offload != "none" else [])
     loaded = [event.unit for event in events if event.op is Op.LOAD]
     gathered = [event.unit for event in events if event.op is Op.GATHER]
-    if offload.parameters:
+    if offload == "everything":
         assert loaded == gathered
     return clones(model.state_dict())
 
 
-@pytest.mark.parametrize("words", OFFLOADS)
-def test_steps_that_deviate_or_stop_half_way_load_and_store_alike(words: str) -> None:
-    [expected, *_] = on_ranks(2, Wanders, partial(wander, offload=sw.Offload()))
-    [state, *_] = on_ranks(2, Wanders, partial(wander, offload=OFFLOADS[words]))
+@pytest.mark.parametrize("offload", MODES)
+def test_steps_that_deviate_or_stop_half_way_load_and_store_alike(offload: Any) -> None:
+    [expected, *_] = on_ranks(2, Wanders, partial(wander, offload="none"))
+    [state, *_] = on_ranks(2, Wanders, partial(wander, offload=offload))
     assert equal(state, expected)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("make", [adamw, flat_adamw])
 def test_a_checkpoint_goes_on_with_and_without_offload(make: Any, tmp_path: Path) -> None:
-    def save(comm: Comm, model: nn.Module, name: str, offload: sw.Offload) -> dict[str, Tensor]:
+    def save(comm: Comm, model: nn.Module, name: str, offload: Any) -> dict[str, Tensor]:
         sharded = sw.shard(model, comm=comm, offload=offload)
         optimizer = make(sharded)
         trained(sharded, optimizer)
         sharded.save(tmp_path / name, optimizer)
         return trained(sharded, optimizer)
 
-    def load(comm: Comm, model: nn.Module, name: str, offload: sw.Offload) -> dict[str, Tensor]:
+    def load(comm: Comm, model: nn.Module, name: str, offload: Any) -> dict[str, Tensor]:
         sharded = sw.shard(model, comm=comm, offload=offload)
         optimizer = make(sharded)
         sharded.load(tmp_path / name, optimizer)
         return trained(sharded, optimizer)
 
-    here, there = sw.Offload(), ALL
+    here, there = "none", "everything"
     [expected, *_] = on_ranks(2, nets.decoder, partial(save, name="device", offload=here))
     [saved, *_] = on_ranks(2, nets.decoder, partial(save, name="host", offload=there))
     assert equal(saved, expected)
@@ -284,7 +263,7 @@ def test_a_checkpoint_goes_on_with_and_without_offload(make: Any, tmp_path: Path
 
 def test_values_that_are_read_and_written_are_those_in_host_memory() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm, offload=ALL)
+        sharded = sw.shard(model, comm=comm, offload="everything")
         plain = clones(model.state_dict())
         with torch.no_grad():
             model(nets.decoder_batch(0, 2)[0])
@@ -307,28 +286,29 @@ def test_values_that_are_read_and_written_are_those_in_host_memory() -> None:
 
 
 def test_frozen_shards_are_in_host_memory_only_where_parameters_are() -> None:
-    def rank(comm: Comm, model: nn.Module, offload: sw.Offload) -> dict[str, Tensor]:
+    def rank(comm: Comm, model: nn.Module, offload: Any) -> dict[str, Tensor]:
         for param in model.get_submodule("blocks").parameters():
             param.requires_grad_(False)
         sharded = sw.shard(model, comm=comm, offload=offload)
         in_host = {bucket.unit for bucket in sharded.buckets if bucket.spec.in_host}
         blocks = {unit.name for unit in sharded.units if unit.name.startswith("blocks")}
-        if offload.optimizer:
+        if offload != "none":
             trained_units = {unit.name for unit in sharded.units} - blocks
-            assert in_host == (trained_units | blocks if offload.parameters else trained_units)
+            assert in_host == (trained_units | blocks if offload == "everything" else trained_units)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         first = trained(sharded, optimizer)
         for param in model.get_submodule("blocks").parameters():
             param.requires_grad_(True)
         return {**first, **{f"then {n}": v for n, v in trained(sharded, optimizer).items()}}
 
-    [expected, *_] = on_ranks(2, nets.decoder, partial(rank, offload=sw.Offload()))
-    for offload in (sw.Offload(optimizer=True), sw.Offload(False, True, True), ALL):
+    [expected, *_] = on_ranks(2, nets.decoder, partial(rank, offload="none"))
+    for offload in MODES:
         [state, *_] = on_ranks(2, nets.decoder, partial(rank, offload=offload))
         assert equal(state, expected)
 
 
 def test_what_cannot_be_offloaded_says_why() -> None:
-    assert "Add optimizer=True" in said(ConfigError, lambda: sw.Offload(parameters=True))
+    with pytest.raises(AttributeError, match='write offload="optimizer" or offload="everything"'):
+        sw.Offload(parameters=True)  # type: ignore[attr-defined]
     words = said(ConfigError, lambda: sw.shard(nn.Linear(2, 2), offload=True))  # type: ignore[arg-type]
-    assert "sw.Offload(optimizer=True)" in words
+    assert "choose one of 'none', 'optimizer', 'everything'" in words

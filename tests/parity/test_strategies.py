@@ -45,15 +45,16 @@ RECIPE = Recipe(
     micro=2,
 )
 CLIPPED = How(clip=0.5)
-IN_BF16 = How(options={"precision": sw.Precision(compute=torch.bfloat16)})
+IN_BF16 = How(options={"precision": sw.Precision(param_dtype=torch.bfloat16)})
 
 
 def test_the_strategies_are_bit_identical_on_threads() -> None:
     assert_identical({name: on_threads(3, RECIPE, CLIPPED.by(name)) for name in STRATEGIES})
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
-@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("world", [2, 3])
 def test_the_strategies_are_bit_identical_on_processes_and_like_on_threads(world: int) -> None:
     by_rank = run_processes(world, in_every_strategy)
     runs = {name: [rank[name] for rank in by_rank] for name in STRATEGIES}
@@ -72,14 +73,17 @@ def test_clipping_uses_the_norm_of_the_whole_gradient() -> None:
     assert [rank.norms[0] for rank in ranks] == [pytest.approx(norm, rel=1e-6)] * 3
 
 
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "wire", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.prove)], ids=str
+)
 def test_bf16_compute_is_bit_identical_across_strategies(wire: torch.dtype) -> None:
     """The tied weight has a gradient from each of its uses, and they must be added alike."""
-    precision = sw.Precision(compute=torch.bfloat16, wire=wire)
+    precision = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=wire)
     how = How(options={"precision": precision})
     assert_identical({name: on_threads(3, RECIPE, how.by(name)) for name in STRATEGIES})
 
 
+@pytest.mark.prove
 def test_bf16_compute_is_near_fp32_and_keeps_fp32_masters() -> None:
     wide, narrow = on_threads(3, RECIPE, How()), on_threads(3, RECIPE, IN_BF16)
     for before, after in zip(wide, narrow, strict=True):

@@ -196,8 +196,14 @@ ARCHITECTURES = [
 # --- parity ----------------------------------------------------------------------------------
 
 
+OFTEN = ("llama", "mixtral", "t5")  # a decoder, experts, an encoder; all in make prove
+MARKED = [
+    pytest.param(one, marks=() if str(one) in OFTEN else pytest.mark.prove) for one in ARCHITECTURES
+]
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("architecture", MARKED, ids=str)
 def test_it_trains_to_parity_unmodified(architecture: Architecture, optimizer: str) -> None:
     recipe = architecture.recipe(optimizer)
     plain = one_by_one(recipe, 2)
@@ -208,6 +214,7 @@ def test_it_trains_to_parity_unmodified(architecture: Architecture, optimizer: s
 THREE_RANKS = [Architecture(t5, masked_text), Architecture(mixtral, text)]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("architecture", THREE_RANKS, ids=str)
 def test_it_trains_to_parity_on_three_ranks(architecture: Architecture) -> None:
     recipe, plain = architecture.recipe("sgd"), one_by_one(architecture.recipe("sgd"), 3)
@@ -240,6 +247,7 @@ def test_its_own_checkpointing_is_bit_equal_to_the_plain_models(
     assert_equal(on_threads(2, recipe, How()), one_by_one(recipe, 2), "full_shard")
 
 
+@pytest.mark.prove
 def test_parts_that_are_called_by_themselves_train_to_parity() -> None:
     """The model itself is never called, though each tower has some of its parameters."""
 

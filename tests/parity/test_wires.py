@@ -18,9 +18,9 @@ from tests.steps import Recorder, train
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 POLICIES = {
-    "int8": sw.Precision(wire=INT8),
-    "fp8": sw.Precision(wire=FP8),
-    "int8, bf16 compute": sw.Precision(compute=BF16, wire=INT8),
+    "int8": sw.Precision(reduce_dtype=INT8),
+    "fp8": sw.Precision(reduce_dtype=FP8),
+    "int8, bf16 compute": sw.Precision(param_dtype=BF16, reduce_dtype=INT8),
 }
 SHARDED = ("zero1", "shard_grad_op", "full_shard")
 COUNTED = ("gather", "update", "reduce", "spread")
@@ -59,10 +59,8 @@ def trained(comm: Comm, model: nn.Module, strategy: str, precision: sw.Precision
     return losses
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param(name, marks=() if "bf16" in name else pytest.mark.prove) for name in POLICIES],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", POLICIES)
 def test_strategies_that_shard_round_alike_and_train_like_wide_wires(policy: str) -> None:
     exact = on_ranks(2, nets.decoder, lambda c, m: trained(c, m, "full_shard", sw.Precision()))
     runs = [
@@ -75,9 +73,8 @@ def test_strategies_that_shard_round_alike_and_train_like_wide_wires(policy: str
         assert found[-1] < 0.9 * found[0]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["no_shard", "hybrid_full", pytest.param("hybrid_shard", marks=pytest.mark.prove)]
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("strategy", ["hybrid_full", "no_shard", "hybrid_shard"])
 def test_so_do_those_with_copies(strategy: str) -> None:
     policy = POLICIES["fp8"]
     world = 4 if strategy in HYBRIDS else 2
@@ -128,7 +125,7 @@ def test_ranks_that_map_the_same_memory_send_gradients_in_blocks_too() -> None:
     models = [nn.Linear(4, 4) for _ in range(2)]
 
     def rank(comm: Comm) -> None:
-        sw.shard(models[comm.rank], comm=comm, precision=sw.Precision(wire=INT8))
+        sw.shard(models[comm.rank], comm=comm, precision=sw.Precision(reduce_dtype=INT8))
         train(models[comm.rank], (nets.numbers(0, (2, 4)), nets.numbers(1, (2, 4))))
 
     run_sharing(2, rank)

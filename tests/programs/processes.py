@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.collectives import all_gather_object
-from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
 from shardwise.errors import ShardwiseError
 
 DIVERGED = 1e8  # a run is compared until a number is larger

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
 from shardwise.errors import CheckpointError
 from tests.programs.processes import Verdict, difference, fill
 from tests.programs.random_programs import STRATEGIES

@@ -201,7 +201,7 @@ OPTIONS = {
     'bucketing="none"': 1,
     "prefetch=sw.Prefetch(forward=0, backward=0)": 1,
     "wrap=sw.wrap.by_class(Part0), activation_checkpointing=sw.ActivationCheckpointing(Part0)": 1,
-    "offload=sw.Offload(parameters=True, gradients=True, optimizer=True)": 2,
+    'offload="everything"': 2,
     "residency=800": 1,
     'buffers="broadcast"': 1,
 }

@@ -423,5 +423,5 @@ def test_no_grad_forward_between_steps() -> None:
 def test_powers_of_a_communication_hook() -> None:
     """``bf16_compress_hook`` and ``fp16_compress_hook``: gradients travel in 16 bits."""
     for wire in (torch.bfloat16, torch.float16):
-        precision = sw.Precision(wire=wire)
+        precision = sw.Precision(reduce_dtype=wire)
         trains_alike(precision=precision, strategies=DDP, tolerance=4e-2)

@@ -24,7 +24,7 @@ from tests.rivals.twins import ADAM, SGD, Block, batch, blocks, on_two, once, tr
 
 pytestmark = pytest.mark.prove
 
-HOST = sw.Offload(parameters=True, gradients=True, optimizer=True)
+HOST = "everything"
 
 
 # ---- core ----------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def test_nested_wrapped_model() -> None:
 
 
 def test_nested_wrapped_model_single_iteration_mixed_precision() -> None:
-    precision = sw.Precision(compute=BF16, wire=FP32, output=FP32)
+    precision = sw.Precision(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
     trains_alike(steps=1, precision=precision, tolerance=4e-2)
 
 

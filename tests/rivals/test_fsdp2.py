@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.memory.sharding import sharding_of
+from shardwise.plan.sharding import sharding_of
 from tests.copies import clones, equal, said, seeded
 from tests.nets import Table
 from tests.rivals.twins import (
@@ -87,8 +87,7 @@ def test_train_parity_multi_group() -> None:
 
 
 def test_train_parity_multi_group_cpu_offload_eager() -> None:
-    offload = sw.Offload(parameters=True, gradients=True, optimizer=True)
-    trains_alike(wrap=BY_BLOCK, offload=offload, optimizer=ADAM)
+    trains_alike(wrap=BY_BLOCK, offload="everything", optimizer=ADAM)
 
 
 def test_train_parity_multi_group_unshard_async_op() -> None:
@@ -426,7 +425,7 @@ def test_train_mixed_requires_grad_per_group() -> None:
 
 
 def test_train_mixed_requires_grad_across_groups() -> None:
-    for offload in (sw.Offload(), sw.Offload(parameters=True, optimizer=True, gradients=True)):
+    for offload in ("none", "everything"):
         trains_alike(frozen_groups, wrap=BY_BLOCK, offload=offload)
 
 
@@ -476,16 +475,16 @@ def near(precision: sw.Precision, program: Any = once, build: Any = blocks) -> N
 
 
 def test_compute_dtype() -> None:
-    near(sw.Precision(compute=BF16, output=FP32))
+    near(sw.Precision(param_dtype=BF16, output_dtype=FP32))
 
 
 def test_reduce_dtype() -> None:
-    near(sw.Precision(compute=BF16, wire=FP32, output=FP32))
-    near(sw.Precision(wire=BF16))
+    near(sw.Precision(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32))
+    near(sw.Precision(reduce_dtype=BF16))
 
 
 def test_grad_acc_with_reduce_dtype() -> None:
-    near(sw.Precision(compute=BF16, wire=FP32, output=FP32), micro_batches)
+    near(sw.Precision(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32), micro_batches)
 
 
 class Embeds(nn.Module):
@@ -514,22 +513,26 @@ class WithTime(nn.Module):
 
 def test_submodules_with_external_inputs() -> None:
     by = sw.wrap.by_class(nn.Linear, WithTime)
-    precision = sw.Precision(compute=BF16, output=FP32)
+    precision = sw.Precision(param_dtype=BF16, output_dtype=FP32)
     trains_alike(
         Embeds, precision=precision, wrap=by, tolerance=4e-2, strategies=("full_shard", "no_shard")
     )
 
 
 def test_norm_modules_bf16() -> None:
-    near(sw.Precision(compute=BF16, keep=("norm",), output=FP32))
+    near(sw.Precision(param_dtype=BF16, keep_in_fp32_modules=("norm",), output_dtype=FP32))
 
 
 def test_norm_modules_fp16() -> None:
-    near(sw.Precision(compute=torch.float16, keep=("norm",), output=FP32))
+    near(sw.Precision(param_dtype=torch.float16, keep_in_fp32_modules=("norm",), output_dtype=FP32))
 
 
 def test_float16_on_one_submodule() -> None:
-    near(sw.Precision(compute=torch.float16, keep=("0", "2", "3"), output=FP32))
+    near(
+        sw.Precision(
+            param_dtype=torch.float16, keep_in_fp32_modules=("0", "2", "3"), output_dtype=FP32
+        )
+    )
 
 
 class TakesDataclass(nn.Module):
@@ -553,15 +556,15 @@ class OfOut(nn.Module):
 
 
 def test_dataclass_input() -> None:
-    precision = sw.Precision(compute=BF16, output=FP32)
+    precision = sw.Precision(param_dtype=BF16, output_dtype=FP32)
     by = sw.wrap.by_class(nn.Linear, OfOut)
     trains_alike(TakesDataclass, precision=precision, wrap=by, tolerance=4e-2)
 
 
 def test_clamp_reduce_dtype() -> None:
     """Gradients travel in the dtype that is computed in, unless another one is said."""
-    precision = sw.Precision(compute=BF16)
-    assert precision.of(FP32, trainable=True).wire is BF16
+    precision = sw.Precision(param_dtype=BF16)
+    assert precision.of(FP32, trainable=True).reduce is BF16
 
 
 # ---- making a model ------------------------------------------------------------------------------
@@ -687,7 +690,7 @@ def test_dp_state_dict_save_load() -> None:
 def test_dp_state_dict_cpu_offload() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         before = clones(model.state_dict())
-        sharded = sw.shard(model, comm=comm, offload=sw.Offload(parameters=True, optimizer=True))
+        sharded = sw.shard(model, comm=comm, offload="everything")
         assert equal(clones(sharded.state_dict("full")), before)
         sharded.load_state_dict(sharded.state_dict("sharded"))
         assert equal(clones(model.state_dict()), before)

@@ -37,6 +37,7 @@ def steps(model: nn.Module, comm: Comm, count: int = 2) -> None:
 # ---- beside DDP ----------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_local_and_broadcast_are_ddps_two_behaviours() -> None:
     """After two steps: the same statistics, and the same outputs in a validation."""

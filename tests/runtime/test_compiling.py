@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.fake import FakeComm
 from tests.nets import numbers
 from tests.ranks import run_sharing, run_threads
 
@@ -59,18 +59,19 @@ def net() -> Net:
     return model
 
 
-def trained(model: Any, rank: int) -> list[float]:
-    """Losses: of steps, without gradients, and of another batch size while gradients are there."""
+def trained(model: Any, rank: int, batches: tuple[int, ...] = (2, 2, 3)) -> list[float]:
+    """Losses: of steps, also of another batch size while gradients are there, and without."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for rows in (2, 2, 3):
+    for rows in batches:
         loss = model(numbers(rank, (rows, 6))).float().square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss)
-    with torch.no_grad():
-        losses.append(model(numbers(rank, (4, 6))).float().sum())
+    if len(batches) > 1:
+        with torch.no_grad():
+            losses.append(model(numbers(rank, (4, 6))).float().sum())
     return [float(loss.detach()) for loss in losses]
 
 
@@ -133,22 +134,25 @@ def test_losses_are_those_of_the_model_that_is_not_compiled(way: Way) -> None:
     assert losses(FakeComm(0, 3), way) == losses(FakeComm(0, 3), None)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
-    ("strategy", "run", "backend"),
+    ("strategy", "way", "run", "backend"),
     [
-        ("no_shard", run_threads, "eager"),
-        ("zero1", run_sharing, "eager"),
-        ("shard_grad_op", run_threads, "eager"),
-        ("full_shard", run_sharing, "aot_eager"),
+        ("no_shard", compiled_model, run_threads, "eager"),
+        ("zero1", block_after, run_sharing, "eager"),
+        ("shard_grad_op", model_before, run_threads, "eager"),
+        ("full_shard", model_before, run_sharing, "aot_eager"),
     ],
 )
-def test_so_they_are_over_real_ranks_in_bf16(strategy: str, run: Any, backend: str) -> None:
-    precision = sw.Precision(compute=torch.bfloat16)
+def test_so_they_are_over_real_ranks_in_bf16(
+    strategy: str, way: Way, run: Any, backend: str
+) -> None:
+    precision = sw.Precision(param_dtype=torch.bfloat16)
 
     def rank(comm: Comm, way: Way | None) -> list[float]:
         return losses(comm, way, backend, strategy=strategy, precision=precision)
 
-    assert run(2, rank, block_after) == run(2, rank, None)
+    assert run(2, rank, way) == run(2, rank, None)
 
 
 def test_one_rank_alone_may_compile_though_ranks_map_the_same_memory() -> None:
@@ -165,9 +169,14 @@ def test_one_rank_alone_may_compile_though_ranks_map_the_same_memory() -> None:
     torch.backends.cpu.get_cpu_capability() == "DEFAULT",
     reason="inductor's code for CPUs does not compile without vector instructions",
 )
-def test_inductor() -> None:
-    found = losses(FakeComm(0, 3), block_after, "inductor")
-    assert found == pytest.approx(losses(FakeComm(0, 3), None), rel=1e-5)
+@pytest.mark.parametrize("batches", [(2,), pytest.param((2, 2, 3), marks=pytest.mark.prove)])
+def test_inductor(batches: tuple[int, ...]) -> None:
+    """Its compiler of C++ takes seconds for each graph."""
+    plain, compiled = net(), net()
+    sw.shard(plain, comm=FakeComm(0, 3))
+    block_after(compiled, lambda model: sw.shard(model, comm=FakeComm(0, 3)), "inductor")
+    found = trained(compiled, 0, batches)
+    assert found == pytest.approx(trained(plain, 0, batches), rel=1e-5)
 
 
 def test_blocks_share_one_graph_and_the_engine_is_in_none() -> None:
@@ -193,6 +202,7 @@ def test_blocks_share_one_graph_and_the_engine_is_in_none() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.prove
 def test_a_whole_step_may_be_compiled() -> None:
     def run(compiles: Callable[[Any], Any]) -> list[float]:
         model = net()

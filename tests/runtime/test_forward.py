@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils.generic import ModelOutput
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.schedule.events import Op, Phase
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.transports.local import LocalComm
+from shardwise.plan.schedule.events import Op, Phase
 from tests.copies import said
 from tests.nets import Batch, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
@@ -139,13 +139,29 @@ def test_a_module_that_returns_nothing_has_not_failed_where_its_caller_handles_a
     assert caplog.messages == []
 
 
-class Opaque:
-    """Nobody can know that there is a tensor inside."""
+KEPT: dict[int, Tensor] = {}
 
-    __slots__ = ("open",)
+
+class Opaque:
+    """Nobody can know that there is a tensor behind it."""
 
     def __init__(self, y: Tensor) -> None:
-        self.open = lambda: y
+        KEPT[id(self)] = y
+
+    def open(self) -> Tensor:
+        return KEPT[id(self)]
+
+
+class Slots:
+    """A tensor in a slot."""
+
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+    def open(self) -> Tensor:
+        return self.y
 
 
 class Scored:
@@ -174,6 +190,11 @@ PACKED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "an object beside a number": (lambda y: (y.mean(), Scored(y)), lambda out: out[1].open()),
     "what hides its tensors": (Opaque, lambda out: out.open()),
     "a dataclass": (Packed, lambda out: out.y),
+    "a slot beside a number": (lambda y: (y.mean(), Slots(y)), lambda out: out[1].open()),
+    "a method of it": (lambda y: Slots(y).open, lambda out: out()),
+    "a closure": (lambda y: lambda: y, lambda out: out()),
+    "a default": (lambda y: lambda y=y: y, lambda out: out()),
+    "an iterator": (lambda y: iter([y]), next),
 }
 
 
@@ -495,7 +516,7 @@ def test_backward_inside_full_params_is_refused() -> None:
 def test_what_was_computed_inside_full_params_leaves_no_gradient_there() -> None:
     model = Chain()
     with sw.shard(model, comm=LocalComm()).full_params():
-        with pytest.raises(sw.ScheduleError, match="would leave whole gradients"):
+        with pytest.raises(sw.ScheduleError, match="would leave unsharded gradients"):
             train(model, BATCHES[0])
         assert all(param.grad is None for param in model.parameters())
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
-from shardwise.schedule.events import Op
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.plan.schedule.events import Op
 from tests.nets import Batch, Block, numbers
 from tests.ranks import run_threads
 from tests.steps import (

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.memory.sharded_parameter import ShardedParameter
-from shardwise.memory.sharding import sharding_of
+from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
+from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net
@@ -289,9 +289,9 @@ def test_full_params_is_not_nested_and_not_trained_in() -> None:
         with sharded.full_params():
             for do in (nested, lambda: copy.deepcopy(model), sharded.unshard, optimizer.step):
                 text = said(sw.ScheduleError, do)
-                assert "inside full_params(), where every parameter is whole already" in text
+                assert "inside full_params(), where every parameter is unsharded" in text
         text = said(sw.ScheduleError, trained)
-        assert text.startswith("backward() inside full_params() would leave whole gradients")
+        assert text.startswith("backward() inside full_params() would leave unsharded gradients")
         train(model, batch)
         optimizer.step()
 

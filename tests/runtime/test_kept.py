@@ -20,7 +20,7 @@ from tests.parity.plain import Gradients, mean_in_rank_order
 from tests.steps import STRATEGIES, assert_gradients, train
 
 BF16, FP32 = torch.bfloat16, torch.float32
-KEPT = sw.Precision(compute=BF16, keep=("norm*", "lm_head"))
+KEPT = sw.Precision(param_dtype=BF16, keep_in_fp32_modules=("norm*", "lm_head"))
 
 
 def in_bf16_but_norms_and_head() -> nn.Module:
@@ -114,7 +114,7 @@ def test_a_pattern_is_for_the_whole_name_of_a_module_or_its_last_part(
     patterns: tuple[str, ...], kept: set[str]
 ) -> None:
     modules = ["norm", "lm_head", *(f"blocks.{i}.{m}" for i in (0, 1) for m in ("norm1", "norm2"))]
-    precision = sw.Precision(compute=BF16, keep=patterns)
+    precision = sw.Precision(param_dtype=BF16, keep_in_fp32_modules=patterns)
     assert {m for m in [*modules, "blocks.1.mlp"] if precision.keeps(f"{m}.weight")} == kept
 
 
@@ -157,7 +157,9 @@ class Scaled(nn.Module):
 def test_inputs_are_cast_at_each_unit(strategy: str, checkpointing: bool) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         assert isinstance(model, Between)
-        precision = sw.Precision(compute=BF16, output=FP32, keep=("norm",))
+        precision = sw.Precision(
+            param_dtype=BF16, output_dtype=FP32, keep_in_fp32_modules=("norm",)
+        )
         by = sw.wrap.by_class(Scaled, nn.LayerNorm)
         options: dict[str, Any] = {"activation_checkpointing": checkpointing}
         sw.shard(model, strategy, by, comm, precision=precision, **options)
@@ -175,7 +177,10 @@ def test_inputs_are_cast_at_each_unit(strategy: str, checkpointing: bool) -> Non
 
 def test_none_are_cast_where_the_precision_says_so() -> None:
     model = seeded(Between)
-    by, precision = sw.wrap.by_class(Scaled), sw.Precision(compute=BF16, cast_forward_inputs=False)
+    by, precision = (
+        sw.wrap.by_class(Scaled),
+        sw.Precision(param_dtype=BF16, cast_forward_inputs=False),
+    )
     sw.shard(model, wrap=by, precision=precision)
     with pytest.raises(RuntimeError, match="same dtype"):
         model(torch.ones(2, 8))
@@ -184,7 +189,7 @@ def test_none_are_cast_where_the_precision_says_so() -> None:
 def test_a_trace_casts_them_too() -> None:
     model = seeded(Between)
     options: dict[str, Any] = {"wrap": sw.wrap.by_class(Scaled)}
-    options["precision"] = sw.Precision(compute=BF16)
+    options["precision"] = sw.Precision(param_dtype=BF16)
     traced = sw.trace(model, (torch.ones(2, 8),), "full_shard", (0, 2), **options)
     assert "bfloat16" in str(traced.forward)
 
@@ -192,25 +197,37 @@ def test_a_trace_casts_them_too() -> None:
 def test_a_trace_computes_them_in_float32_too() -> None:
     """Otherwise the second product would have a bf16 input and a float32 weight."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    sw.trace(model, torch.ones(1, 2), precision=sw.Precision(compute=BF16, keep=("1",)))
+    sw.trace(
+        model,
+        torch.ones(1, 2),
+        precision=sw.Precision(param_dtype=BF16, keep_in_fp32_modules=("1",)),
+    )
 
 
 @pytest.mark.parametrize(
     ("keep", "why"),
     [
         ("nrom*", "'nrom\\*' matches no module of Decoder; nearest are 'norm', 'norm"),
-        ("lm_head", "embed.weight and lm_head.weight are one parameter, and precision.keep"),
+        (
+            "lm_head",
+            "embed.weight and lm_head.weight are one parameter, and precision.keep_in_fp32_modules",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_the_model_changes(keep: str, why: str) -> None:
     model = seeded(nets.tied_decoder)
     with pytest.raises(sw.ConfigError, match=why):
-        sw.shard(model, precision=sw.Precision(compute=BF16, keep=(keep,)))
-    sw.shard(model, precision=sw.Precision(compute=BF16, keep=("norm*", "lm_head", "embed")))
+        sw.shard(model, precision=sw.Precision(param_dtype=BF16, keep_in_fp32_modules=(keep,)))
+    sw.shard(
+        model,
+        precision=sw.Precision(
+            param_dtype=BF16, keep_in_fp32_modules=("norm*", "lm_head", "embed")
+        ),
+    )
 
 
 def test_keep_needs_a_dtype_to_be_kept_from_and_is_a_tuple() -> None:
-    with pytest.raises(sw.ConfigError, match=r"precision\.compute is None.* Add compute="):
-        sw.Precision(keep=("norm",))
+    with pytest.raises(sw.ConfigError, match=r"param_dtype is None, so .* Add param_dtype="):
+        sw.Precision(keep_in_fp32_modules=("norm",))
     with pytest.raises(sw.ConfigError, match=r"write \('norm',\), a tuple"):
-        sw.Precision(compute=BF16, keep="norm")
+        sw.Precision(param_dtype=BF16, keep_in_fp32_modules="norm")

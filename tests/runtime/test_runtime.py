@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm, Label
-from shardwise.schedule.events import Event, Mode, Op, Phase
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.plan.schedule.events import Event, Mode, Op, Phase
 from tests.copies import assert_near, local
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
@@ -979,7 +979,10 @@ def test_after_a_step_new_values_are_gathered(
     models = [Chain() for _ in range(4 if hybrid else 2)]
 
     def rank(comm: Comm) -> None:
-        options: dict[str, Any] = {"precision": sw.Precision(compute=torch.bfloat16), "comm": comm}
+        options: dict[str, Any] = {
+            "precision": sw.Precision(param_dtype=torch.bfloat16),
+            "comm": comm,
+        }
         options |= {"mesh": (2, 2)} if hybrid else {}
         model = models[comm.rank]
         sharded = sw.shard(model, strategy, **options)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.config.strategies import placement_of
+from shardwise.plan.order import mirror
+from shardwise.plan.schedule.decide import Step
+from shardwise.plan.schedule.events import Cue, Op, Order, Phase, Policy, UnitBytes
 from shardwise.runtime import schedules
 from shardwise.runtime.schedules import Schedules
 from shardwise.runtime.unit import UnitState
-from shardwise.schedule.events import Cue, Event, Op, Order, Phase, Policy, UnitBytes
-from shardwise.setup.order import mirror
-from shardwise.strategies import placement_of
 
 NAMES = ("a", "b")
 
@@ -34,19 +35,19 @@ def new(strategy: str = "full_shard") -> Schedules:
     return Schedules(units, Policy(placements), order_of(*NAMES))
 
 
-def ops(events: tuple[Event, ...]) -> set[Op]:
-    return {event.op for event in events}
+def ops(script: tuple[Step, ...]) -> set[Op]:
+    return {event.op for step in script for event in (*step.before, *step.after)}
 
 
 def test_each_mode_gathers_and_reduces_what_it_must() -> None:
     full, kept = new(), new("shard_grad_op")
-    assert {Op.GATHER, Op.REDUCE} <= ops(full.events("train"))
-    assert Op.REDUCE not in ops(full.events("accumulate"))
-    assert Op.REDUCE not in ops(full.events("forward"))
-    assert Op.GATHER in ops(full.events("last"))
+    assert {Op.GATHER, Op.REDUCE} <= ops(full.script("train"))
+    assert Op.REDUCE not in ops(full.script("accumulate"))
+    assert Op.REDUCE not in ops(full.script("forward"))
+    assert Op.GATHER in ops(full.script("last"))
     # Where units stay whole while gradients are accumulated, the last micro-batch finds them so.
-    assert Op.GATHER not in ops(kept.events("last"))
-    assert {Op.GATHER, Op.REDUCE} <= ops(kept.events("train"))
+    assert Op.GATHER not in ops(kept.script("last"))
+    assert {Op.GATHER, Op.REDUCE} <= ops(kept.script("train"))
 
 
 def test_only_the_first_change_of_an_order_that_a_step_has_followed_is_told(

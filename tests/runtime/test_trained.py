@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import RanksDisagree
+from shardwise.plan.schedule.events import Op
+from shardwise.plan.units.units import Unit
 from shardwise.runtime.trained import ask_used
-from shardwise.schedule.events import Op
 from tests.copies import equal, on_ranks, said, seeded
 from tests.nets import numbers
 from tests.ranks import run_threads
@@ -244,7 +245,7 @@ def test_only_units_with_a_trained_parameter_are_reduced_and_have_memory_for_gra
             assert_at_rest(sharded)
             model.zero_grad()
 
-    def has_grads(unit: sw.units.units.Unit) -> bool:
+    def has_grads(unit: Unit) -> bool:
         return all(member.param.grad is not None for member in unit.members)
 
     on_ranks(2, Chain, rank)
@@ -358,15 +359,15 @@ def test_ranks_that_train_different_parameters_are_told_which(
 def test_a_parameter_that_is_stored_in_another_dtype_than_trained_ones_names_relayout() -> None:
     model = Chain().double()
     model.head.requires_grad_(False)
-    precision = sw.Precision(stored=torch.float32, compute=torch.float32)
+    precision = sw.Precision(stored_dtype=torch.float32, param_dtype=torch.float32)
     sharded = sw.shard(model, comm=LocalComm(), precision=precision)
     model.layers[0].requires_grad_(False)  # to freeze is always possible
     train(model)
     model.head.weight.requires_grad_(True)
     assert said(sw.ScheduleError, lambda: train(model)) == (
         "parameter 'head.weight' is trainable now, and was not when the model was sharded: its "
-        "bucket is stored in torch.float64, and precision.stored asks for torch.float32. Call "
-        "sharded.relayout() after changing requires_grad."
+        "bucket is stored in torch.float64, and precision.stored_dtype asks for "
+        "torch.float32. Call sharded.relayout() after changing requires_grad."
     )
     sharded.relayout()
     train(model)

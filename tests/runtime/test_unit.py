@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.transports.local import LocalComm
+from shardwise.plan.schedule.events import Op, UnitBytes
 from shardwise.runtime.unit import UnitState
-from shardwise.schedule.events import UnitBytes
 from tests.nets import mostly_frozen, mostly_frozen_batch
 from tests.steps import assert_at_rest, train
 from tests.watched import Late
@@ -29,7 +29,7 @@ def test_a_unit_with_frozen_parameters_has_a_bucket_that_is_never_reduced() -> N
 
 def test_all_buckets_are_gathered_and_freed_together() -> None:
     _, state = block(FakeComm(0, 2))
-    state.gather()
+    state.carry_out(Op.GATHER)
     assert all(bucket.gathered for bucket in state.buckets)
     state.ready()
     assert all(bucket.is_whole for bucket in state.buckets)
@@ -38,7 +38,7 @@ def test_all_buckets_are_gathered_and_freed_together() -> None:
 
 
 def test_its_bytes_are_those_of_all_buckets_and_of_trainable_gradients_padding_included() -> None:
-    precision = sw.Precision(compute=torch.bfloat16, wire=torch.float64)
+    precision = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
     sharded = sw.shard(mostly_frozen(), comm=FakeComm(0, 2), precision=precision)
     state = sharded.runtime.units["blocks.0"]
     frozen, trainable = (bucket.layout.numel for bucket in state.buckets)
@@ -48,7 +48,7 @@ def test_its_bytes_are_those_of_all_buckets_and_of_trainable_gradients_padding_i
 
 
 def test_copies_spread_means_as_stored_or_join_what_is_trained_as_it_is_computed_in() -> None:
-    precision = sw.Precision(compute=torch.bfloat16)
+    precision = sw.Precision(param_dtype=torch.bfloat16)
     found = {}
     for strategy in ("hybrid_shard", "hybrid_full"):
         comm = FakeComm(0, 4)
@@ -75,7 +75,7 @@ def test_it_is_complete_when_every_gradient_of_its_last_visit_has_come() -> None
 
 def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
     sharded, state = block(FakeComm(1, 2))
-    state.gather()
+    state.carry_out(Op.GATHER)
     state.trainable[0].gradients.collect(
         0, torch.ones(state.trainable[0].layout.slots[0].shape), carried=True
     )
@@ -92,8 +92,8 @@ def test_what_copies_have_written_to_a_unit_is_joined_once() -> None:
     counters = state.buckets[0].spec.replicate.counters
     counters.reset()
     state.expire(steps_only=False)
-    state.update()
-    state.update()
+    state.carry_out(Op.UPDATE)
+    state.carry_out(Op.UPDATE)
     assert counters.calls == {"update": 1}  # the other bucket is frozen
 
 
@@ -111,6 +111,6 @@ def test_ranks_that_map_one_bucket_wait_before_and_after_one_of_them_keeps_what_
     assert (state.trainable[0].shard == 3.0).any()
     state.ready()
     state.free()
-    state.gather()  # and never used
+    state.carry_out(Op.GATHER)  # and never used
     state.free()
     assert comm.fences == ["fence written parameters"] * 2

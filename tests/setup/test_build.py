@@ -10,8 +10,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.plan.draw import draw
 from shardwise.setup import build
-from shardwise.tracing.blueprint import draw
 from tests.copies import on_ranks, said
 from tests.ranks import run_threads
 

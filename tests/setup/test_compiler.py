@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.accelerators import ROWS
-from shardwise.comm.fake import FakeComm
-from shardwise.comm.local import LocalComm
+from shardwise.comm.machine.accelerators import ROWS
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.setup import compiler
 from tests.copies import assert_near
 from tests.nets import decoder, decoder_batch, mostly_frozen, mostly_frozen_batch, tied_decoder
@@ -58,6 +58,7 @@ def test_gradients_are_those_of_a_plain_model_bit_for_bit(strategy: str) -> None
     assert all(step.follows for step in taken)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("offload", [False, True])
 def test_with_checkpointing_too(offload: bool) -> None:
     policy = sw.ActivationCheckpointing(offload=offload)
@@ -65,6 +66,7 @@ def test_with_checkpointing_too(offload: bool) -> None:
     assert all(step.follows for step in play(decoder(), [train] * 2, BATCHES, **options))
 
 
+@pytest.mark.prove
 def test_and_where_most_is_frozen_or_tied() -> None:
     batches = [mostly_frozen_batch(rank, 2) for rank in range(2)]
     play(mostly_frozen(), [train] * 2, batches, compile="aot_eager")
@@ -83,6 +85,7 @@ def trained(model: nn.Module, comm: Comm, **options: Any) -> dict[str, torch.Ten
     return {name: shard.detach().clone() for name, shard in sharded.local_state_dict().items()}
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
 def test_hybrid_meshes(strategy: str) -> None:
     model, options = decoder(), {"strategy": strategy, "mesh": (2, 2)}
@@ -123,6 +126,7 @@ def test_each_unit_is_one_graph_and_steps_compile_nothing_more(
     assert not any(counted(step).values())
 
 
+@pytest.mark.prove
 def test_many_classes_of_torch_do_not_exhaust_the_graphs_of_one_function() -> None:
     """torch.compile wraps each forward of its own modules in one function, and keeps 8 graphs."""
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.local import LocalComm
+from shardwise.comm.transports.local import LocalComm
 from tests.nets import decoder, decoder_batch
 from tests.steps import train
 

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm, Completed, Label, Pending
-from shardwise.setup.materialise import Init, default_init, sync
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.config.options import Init, default_init
+from shardwise.setup.materialise import sync
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.devices import DEVICES
@@ -426,7 +427,7 @@ def test_without_it_ranks_that_differ_are_an_error_that_names_the_tensors() -> N
     for change in ("stem.weight", "features.1.norm.running_var"):
         texts = on_ranks(3, nets.odd_convnet, lambda c, m: rank(c, m, change))  # noqa: B023
         for text in texts:
-            assert text.startswith("the ranks differ in 1 of their facts:\n")
+            assert text.startswith("1 setting is not the same on all ranks:\n")
             assert f"\n  values of {change}: ranks 0 and 2: " in text
             assert "; rank 1: " in text
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import shardwise as sw
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.schedule.events import Op
+from shardwise.comm.transports.local import LocalComm
+from shardwise.plan.schedule.events import Op
 from tests.nets import (
     Batch,
     Block,
@@ -289,6 +289,7 @@ def llama_step(model: nn.Module, batch: Batch) -> None:
     model(input_ids=batch[0], labels=batch[0]).loss.backward()
 
 
+@pytest.mark.prove
 def test_a_transformers_model_is_refused_while_its_own_checkpointing_is_on() -> None:
     model: Any = tiny_llama()
     model.activation_checkpointing_enable()

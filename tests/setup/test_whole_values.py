@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.memory.sharding import sharding_of
+from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net
@@ -126,6 +126,7 @@ def test_a_state_dict_on_one_rank_only_is_an_error_instead_of_a_hang() -> None:
     assert "rank 0 has left (its thread ended normally" in text
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_the_same_between_processes() -> None:
     first, second = outcomes_of(2, in_group, ask_on_rank_1_only)
@@ -158,7 +159,7 @@ def test_a_state_dict_in_the_middle_of_a_step_is_an_error() -> None:
         for text in texts:
             assert text == (
                 "a state dict was asked for in the middle of a step, while units are gathered and "
-                "gradients are on their way, and other ranks may be at another unit. Do it "
+                "gradients are being reduced, and other ranks may be at another unit. Do it "
                 "between steps: after backward(), or before the forward pass."
             )
 

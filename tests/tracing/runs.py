@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.schedule.events import Event
+from shardwise.plan.schedule.events import Event
 from tests.copies import local
 from tests.watched import Watched
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.fake import FakeComm
 from shardwise.errors import ScheduleError
 from tests.copies import assert_near
 from tests.nets import NETS, Net, decoder, decoder_batch
@@ -80,7 +80,9 @@ def test_programs_of_a_grid_do_what_the_engine_does_on_each_axis(
     strategy: str, mesh: tuple[int, int]
 ) -> None:
     for net, compute in ((SCALAR, None), (TIED, None), (FROZEN, torch.bfloat16)):
-        hold(net, mesh[0] * mesh[1], strategy, mesh=mesh, precision=sw.Precision(compute=compute))
+        hold(
+            net, mesh[0] * mesh[1], strategy, mesh=mesh, precision=sw.Precision(param_dtype=compute)
+        )
 
 
 @pytest.mark.parametrize("average", ["predivide", "sqrt", "avg"])
@@ -117,7 +119,7 @@ def test_each_way_to_average_divides_where_the_engine_does(average: Any) -> None
 
 
 def test_a_narrow_dtype_a_limit_and_smaller_buckets_are_in_the_programs() -> None:
-    narrow = sw.Precision(compute=torch.bfloat16, sum=torch.float32)
+    narrow = sw.Precision(param_dtype=torch.bfloat16, sum_dtype=torch.float32)
     hold(SCALAR, 2, "zero1", precision=narrow)
     hold(SCALAR, 2, "full_shard", prefetch=sw.Prefetch(limit=1), bucketing="none")
 
@@ -130,17 +132,16 @@ def first_frozen() -> nn.Module:
 
 MIXED = Net(first_frozen, SCALAR.batch)
 INT8, BF16 = torch.int8, torch.bfloat16
-EVERYTHING = sw.Offload(parameters=True, gradients=True, optimizer=True)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"precision": sw.Precision(wire=torch.float8_e4m3fn)},
-        {"precision": sw.Precision(compute=BF16, wire=INT8)},
-        {"offload": EVERYTHING},
-        {"offload": sw.Offload(optimizer=True), "precision": sw.Precision(compute=BF16)},
-        {"offload": EVERYTHING, "precision": sw.Precision(compute=BF16, wire=INT8)},
+        {"precision": sw.Precision(reduce_dtype=torch.float8_e4m3fn)},
+        {"precision": sw.Precision(param_dtype=BF16, reduce_dtype=INT8)},
+        {"offload": "everything"},
+        {"offload": "optimizer", "precision": sw.Precision(param_dtype=BF16)},
+        {"offload": "everything", "precision": sw.Precision(param_dtype=BF16, reduce_dtype=INT8)},
     ],
     ids=["8-bit", "8-bit, bf16", "offload", "optimizer in host memory", "all of them"],
 )
@@ -156,18 +157,18 @@ def test_units_that_stay_gathered_have_no_line() -> None:
     hold(MIXED, 2, "zero1")
     hold(MIXED, 2, "full_shard", residency=1 << 11)
     traced = sw.trace(MIXED.build(), MIXED.batch(0, 2)[:-1], residency=1 << 11)
-    assert "frozen, and whole since the first step" in traced.forward.text
-    assert " less, by what stays gathered" in str(traced.schedule)
+    assert "frozen, gathered in the first step" in traced.forward.text
+    assert " less: some units stay unsharded" in str(traced.schedule)
     plain = sw.trace(MIXED.build(), MIXED.batch(0, 2)[:-1])
     assert "less" not in str(plain.schedule)
 
 
 def test_lines_of_blocks_and_of_host_memory_say_what_they_copy_and_send() -> None:
-    precision = sw.Precision(wire=INT8)
+    precision = sw.Precision(reduce_dtype=INT8)
     inputs = torch.ones(1, WIDTH)
-    traced = sw.trace(two_layers(), inputs, precision=precision, offload=EVERYTHING)
+    traced = sw.trace(two_layers(), inputs, precision=precision, offload="everything")
     forward, backward = (program.text for program in (traced.forward, traced.backward))
-    assert "full_shard with parameters, gradients, optimizer in host memory, rank 0" in forward
+    assert "full_shard with everything in host memory, rank 0" in forward
     assert "0.weight[0:2048]; in host memory" in forward
     assert "load_impl(comm, shard_0, torch.float32)" in forward
     assert "to the device, 8.0 KiB: nothing of it is kept" in forward
@@ -287,7 +288,7 @@ def test_waits_are_sorted_and_gathers_in_flight_are_limited() -> None:
 
 
 def test_fp16_is_divided_before_and_after_the_sum() -> None:
-    precision = sw.Precision(compute=torch.float16)
+    precision = sw.Precision(param_dtype=torch.float16)
     traced = sw.trace(two_layers(), torch.randn(2, WIDTH), ranks=(0, 8), precision=precision)
     assert lines_of(traced.backward, "div_") == [
         "scaled_2 = aten.div_.Scalar(grads_2, 4.0)",

@@ -13,10 +13,10 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import Batches, MicroBatch
-from shardwise.train.config import Recipe
 from shardwise.train.job import Job
 from shardwise.train.loop import Outcome, train
 from shardwise.train.records import Busy, Record, Stepped

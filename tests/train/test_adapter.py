@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from shardwise.cli.export import ExportArguments, run_export
 from shardwise.cli.format_records import format_record
-from shardwise.comm import threads
+from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
-from shardwise.train.config import Recipe
+from shardwise.recipe.read import read_recipe
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.loop import train
-from shardwise.train.recipe import read_recipe
 from shardwise.train.records import Built, Finished, Placed, Predicted, Record
 from tests.hf.folders import tiny
 from tests.train.tiny import text_folder
@@ -120,6 +120,7 @@ def test_new_tokens_need_the_tokenizer_of_the_base(tmp_path: Path) -> None:
         recipe(tmp_path, "adapter.new_tokens=[<a>, <b>]", f"tokenizer.source={tmp_path}")
 
 
+@pytest.mark.prove
 def test_it_goes_on_from_a_checkpoint_of_the_adapter_alone(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for path in (first, second):

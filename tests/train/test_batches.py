@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import BatchConfig
 from shardwise.train.batches import (
     IGNORED,
     Batches,
@@ -16,7 +17,6 @@ from shardwise.train.batches import (
     permutation,
     rank_batches,
 )
-from shardwise.train.data_config import BatchConfig
 
 
 def rows(tokens: int = 101, context: int = 10) -> Rows:

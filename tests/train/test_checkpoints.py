@@ -16,9 +16,18 @@ from safetensors import SafetensorError
 from shardwise.checkpoint import disk, failpoints
 from shardwise.convert.catalogue import Catalogue
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.recipe.recipe import CheckpointConfig, Recipe
 from shardwise.train.checkpoints import is_due
-from shardwise.train.config import CheckpointConfig, Recipe
-from shardwise.train.records import Complete, Evaluated, Record, Resumed, Saved, Stepped, Warned
+from shardwise.train.records import (
+    Complete,
+    Evaluated,
+    Record,
+    Replaced,
+    Resumed,
+    Saved,
+    Stepped,
+    Warned,
+)
 from shardwise.train.requests import SignalRequests
 from tests.train.runs import Watched, checkpoint, digest, losses, saved, steps
 from tests.train.tiny import documents, tiny_recipe
@@ -290,7 +299,7 @@ def test_where_all_are_broken_it_does_not_begin_anew_by_itself(
     watched.killed(recipe, 2, at=(5, 0, 1))
     for step in (2, 4):
         (checkpoint(recipe, step) / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="holds 2 checkpoints, and none that is whole"):
+    with pytest.raises(CheckpointError, match="holds 2 checkpoints, none of them complete"):
         watched.run(recipe, 2)
     watched.run(recipe_in(tmp_path, "run.overwrite=true"), 2)
     assert "step-6" in saved(recipe)
@@ -354,6 +363,7 @@ def test_an_interrupted_run_that_says_overwrite_goes_on_and_a_finished_one_begin
     watched.told.clear()
     watched.run(recipe, 2)
     assert steps(watched.told) == [1, 2, 3, 4, 5, 6]
+    assert watched.kind(Replaced) == [Replaced(recipe.run.folder, 6)]
     assert not list(Path(recipe.run.folder).glob("replaced-*"))
 
 
@@ -364,6 +374,7 @@ def test_overwrite_begins_anew_where_the_text_is_another(tmp_path: Path, watched
     watched.told.clear()
     watched.run(recipe, 2)
     assert steps(watched.told) == [1, 2, 3, 4, 5, 6]
+    assert watched.kind(Replaced) == [Replaced(recipe.run.folder, None)]
 
 
 # --- more than to go on ----------------------------------------------------------------------

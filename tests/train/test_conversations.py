@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import DataConfig
 from shardwise.train.conversations import Messages, Prompted, check_columns, sample
-from shardwise.train.data_config import DataConfig
 
 ASK, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 SYSTEM = {"role": "system", "content": "S"}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import DataConfig
 from shardwise.train.corpus import Corpus, read_corpus, split
-from shardwise.train.data_config import DataConfig
 from tests.train.tiny import documents, text_folder
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm import threads
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import Rows
-from shardwise.train.config import Recipe
 from shardwise.train.data import Data, prepare
 from shardwise.train.folder import Folder
 from shardwise.train.records import Prepared

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.recipe.model_config import ModelConfig
 from shardwise.train.decoder import Block, Decoder, initialiser
 from shardwise.train.hf_config import llama_config
-from shardwise.train.model_config import ModelConfig
 
 SHAPE = ModelConfig(width=24, layers=3, heads=6, kv_heads=2, hidden=40, tied=False)
 TIED = SHAPE.model_copy(update={"tied": True})

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Recipe
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.disk_estimate import most_at_once
 from tests.train.runs import Watched, checkpoint
 from tests.train.tiny import tiny_recipe

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
 from shardwise.train.footprint import footprint, storage_bytes
 from shardwise.train.job import build
 from shardwise.train.records import Bytes
@@ -74,7 +74,7 @@ def test_what_a_strategy_splits_is_a_share_on_each_rank(
 
 def test_what_is_in_host_memory_has_rows_of_its_own(tmp_path: Path) -> None:
     plain = counted(tmp_path, 2, "full_shard")
-    rows = counted(tmp_path, 2, "full_shard", "sharding.offload=[optimizer]")
+    rows = counted(tmp_path, 2, "full_shard", "sharding.offload=optimizer")
     for kind in ("parameters", "gradients", "optimizer state"):
         assert rows[f"{kind} in host memory"].whole == plain[kind].whole
         assert rows[f"{kind} in host memory"].per_rank == pytest.approx(plain[kind].per_rank)

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 import shardwise as sw
+from shardwise.recipe.model_config import ModelConfig, TokenizerConfig
 from shardwise.train import tokenizer as bpe
 from shardwise.train.decoder import Decoder
 from shardwise.train.folder import Folder
 from shardwise.train.hf_config import WEIGHTS, config_files
-from shardwise.train.model_config import ModelConfig, TokenizerConfig
 from tests.train.tiny import documents
 
 SHAPE = ModelConfig(width=24, layers=2, heads=6, kv_heads=2, hidden=40, rope_theta=5_000)

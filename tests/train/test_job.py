@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.comm import threads
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.comm.transports.local import LocalComm
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import Batches, Rows, RowSource
-from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.job import Job, build
 from shardwise.train.learning_rate import learning_rate
@@ -138,7 +138,7 @@ def test_the_loss_is_the_mean_over_all_tokens_that_are_trained_on(
 
 
 @pytest.mark.parametrize(
-    "override",
+    "mode",
     [
         "strategy=no_shard",
         "strategy=zero1",
@@ -153,13 +153,12 @@ def test_the_loss_is_the_mean_over_all_tokens_that_are_trained_on(
         ),
     ],
 )
-def test_how_it_is_sharded_does_not_change_a_bit(
-    tmp_path: Path, override: str, usual: Losses
-) -> None:
-    changed = tiny_recipe(tmp_path, f"sharding.{override}")
+def test_how_it_is_sharded_does_not_change_a_bit(tmp_path: Path, mode: str, usual: Losses) -> None:
+    changed = tiny_recipe(tmp_path, f"sharding.{mode}")
     assert [loss for loss, _ in run(changed, 2)] == [loss for loss, _ in usual]
 
 
+@pytest.mark.prove
 def test_the_seed_decides_weights_and_order(tmp_path: Path) -> None:
     one, same, other = (run(tiny_recipe(tmp_path, f"run.seed={seed}"), 2)[0] for seed in (1, 1, 2))
     assert one == same != other
@@ -230,6 +229,7 @@ def test_prefetch_and_precision_reach_the_engine(tmp_path: Path) -> None:
     assert options.precision.average == "predivide"
 
 
+@pytest.mark.prove
 def test_a_moving_average_is_validated_and_saved_and_survives_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

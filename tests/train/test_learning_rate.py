@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from shardwise.train.config import OptimizerConfig
+from shardwise.recipe.recipe import OptimizerConfig
 from shardwise.train.learning_rate import learning_rate, preview
 
 CONFIG = OptimizerConfig(lr=1.0, warmup=4, floor=0.1)

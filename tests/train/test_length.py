@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shardwise.train.config import Recipe
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.records import Built, Complete, Evaluated, Prepared, Saved, Stepped, Warned
 from shardwise.train.validation import Validation
@@ -108,6 +108,7 @@ def test_a_run_of_epochs_is_finished_or_goes_on_with_more(
     assert [record.step for record in watched.kind(Saved)] == [more]
 
 
+@pytest.mark.prove
 def test_a_run_whose_validations_do_not_improve_ends_and_stays_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

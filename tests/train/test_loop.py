@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm import threads
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
-from shardwise.train.config import Recipe
+from shardwise.recipe.read import read_recipe
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.folder import CHECKPOINTS, RECIPE, RESULTS
 from shardwise.train.loop import Outcome, train
-from shardwise.train.recipe import read_recipe
 from shardwise.train.records import (
     Built,
     Busy,
@@ -116,6 +116,7 @@ def test_the_folder_holds_the_whole_run(both: Ran) -> None:
     assert kinds == [type(record).__name__.lower() for record in said]
 
 
+@pytest.mark.prove
 def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -133,6 +134,7 @@ def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path: Path) -
     assert again.loss == pytest.approx(last.evaluated.loss, rel=1e-6)
 
 
+@pytest.mark.prove
 def test_training_lowers_the_loss(tmp_path: Path) -> None:
     steps = ("run.steps=40", "run.eval_every=0", "sample.tokens=0", "batch.micro=12")
     said, _ = run(tiny_recipe(tmp_path, *steps), 1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.model_config import ModelConfig
 from shardwise.train import memory_estimate as estimate
 from shardwise.train.decoder import Decoder
 from shardwise.train.memory_estimate import check_memory, machine_memory, state_bytes
-from shardwise.train.model_config import ModelConfig
 from tests.train.tiny import tiny_recipe
 
 CPU = torch.device("cpu")
@@ -51,19 +51,18 @@ def test_the_state_of_the_ranks_in_one_memory(
 @pytest.mark.parametrize(
     ("strategy", "offload", "device", "host"),
     [
-        ("full_shard", "optimizer", 2 / 4, 3 / 4),  # a copy of the shard, and gradients
-        ("full_shard", "gradients", 3 / 4, 1 / 4),
-        ("full_shard", "parameters, gradients, optimizer", 0, 4 / 4),
-        ("shard_grad_op", "parameters, gradients, optimizer", 1, 4 / 4),
-        ("hybrid_full", "optimizer", 1 / 2 + 1 / 4, 3 / 4),
-        ("no_shard", "optimizer", 2, 3),
+        ("full_shard", "optimizer", 1 / 4, 4 / 4),  # a copy of the shard
+        ("full_shard", "everything", 0, 4 / 4),
+        ("shard_grad_op", "everything", 1, 4 / 4),
+        ("hybrid_full", "optimizer", 1 / 2, 4 / 4),
+        ("no_shard", "optimizer", 1, 4),
     ],
 )
 def test_what_is_in_host_memory_is_not_in_the_devices(
     tmp_path: Path, strategy: str, offload: str, device: float, host: float
 ) -> None:
     mesh = ["sharding.mesh=[2, 2]"] if strategy.startswith("hybrid") else []
-    overrides = [f"sharding.strategy={strategy}", f"sharding.offload=[{offload}]", *mesh]
+    overrides = [f"sharding.strategy={strategy}", f"sharding.offload={offload}", *mesh]
     recipe = tiny_recipe(tmp_path, *overrides)
     whole = 4 * recipe.model.parameters(300)
     assert state_bytes(recipe, 4, 1, 300) == (device * whole, host * whole)
@@ -98,7 +97,7 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
 def test_the_host_memory_of_a_machine_is_that_of_all_ranks_that_any_launcher_started_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_recipe(tmp_path, "sharding.offload=[parameters, gradients, optimizer]")
+    recipe = tiny_recipe(tmp_path, "sharding.offload=everything")
     needed = 4 * 4 * recipe.model.parameters(300)
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
     monkeypatch.setattr(estimate, "machine_memory", lambda: needed - 1)

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.cli.other_libraries import without_their_noise
-from shardwise.comm.local import LocalComm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError
-from shardwise.printed import size
+from shardwise.plan.printed import size
+from shardwise.recipe.read import read_recipe, to_yaml
+from shardwise.recipe.recipe import Recipe
 from shardwise.train import memory_estimate
-from shardwise.train.config import Recipe
 from shardwise.train.memory_estimate import check_memory, predict
 from shardwise.train.model_folder import load, on_meta, with_tokenizer
-from shardwise.train.recipe import read_recipe, to_yaml
 from tests.copies import said
 from tests.hf.folders import CHAT_TEMPLATE, END, tiny
 from tests.train.runs import Watched, losses
@@ -54,7 +54,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 def test_a_folder_is_trained_and_the_run_s_folder_is_one(tmp_path: Path, watched: Watched) -> None:
     tiny("llama", tmp_path / "hub")
-    recipe = recipe_of(tmp_path, "sharding.precision.stored=bfloat16")
+    recipe = recipe_of(tmp_path, "sharding.precision.stored_dtype=bfloat16")
     watched.run(recipe, 2)
     run = tmp_path / "run"
     theirs: Any = hf.AutoModelForCausalLM
@@ -131,6 +131,7 @@ def test_of_a_name_on_the_hub_the_memory_is_known_without_its_weights(
     assert not list(cache.glob("*.safetensors"))
 
 
+@pytest.mark.prove
 def test_a_run_goes_on_from_its_checkpoint_at_another_number_of_ranks(
     tmp_path: Path, watched: Watched
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.comm import threads
+import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
+from shardwise.optim.average import EMA
 from shardwise.train.job import Job, build
 from shardwise.train.optimizer import optimizer_of, parameter_groups
 from tests.train.test_job import VOCABULARY, rows
@@ -44,6 +47,29 @@ def step(job: Job, number: int) -> float:
         job.update()
     job.optimizer.zero_grad()
     return rank_loss
+
+
+def test_a_checkpoint_with_the_state_of_torchs_adamw_is_resumed(tmp_path: Path) -> None:
+    """As runs of earlier versions wrote them; the moving average goes along."""
+    recipe = tiny_recipe(tmp_path, "optimizer.ema=0.9")
+
+    def as_before(job: Job) -> Job:
+        groups = parameter_groups(job.model.parameters(), recipe.optimizer.weight_decay)
+        config = recipe.optimizer
+        optimizer = torch.optim.AdamW(groups, config.lr, config.betas, config.eps)
+        return replace(job, optimizer=optimizer, ema=EMA(optimizer, 0.9))
+
+    def rank(comm: Comm) -> tuple[list[float], list[float]]:
+        jobs = [build(recipe, comm, rows(), VOCABULARY) for _ in range(2)]
+        earlier, resumed = as_before(jobs[0]), jobs[1]
+        for number in range(2):
+            step(earlier, number)
+        earlier.sharded.save(tmp_path / "half", earlier.optimizer)
+        resumed.sharded.load(tmp_path / "half", resumed.optimizer)
+        return [step(earlier, n) for n in (2, 3)], [step(resumed, n) for n in (2, 3)]
+
+    for losses, again in threads.run(2, rank):
+        assert again == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
@@ -78,4 +104,4 @@ def test_without_bitsandbytes_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     config = tiny_recipe(tmp_path, "optimizer.name=adamw_8bit").optimizer
     with pytest.raises(ConfigError, match=r"pip install shardwise\[bnb\]"):
-        optimizer_of(nn.Linear(2, 2).parameters(), config)
+        optimizer_of(sw.shard(nn.Linear(2, 2)), config)

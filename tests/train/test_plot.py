@@ -35,6 +35,7 @@ def test_a_baseline_far_from_the_losses_leaves_them_their_room() -> None:
     assert drawn(1.24)[1] > 1.235
 
 
+@pytest.mark.prove
 def test_the_same_run_gives_the_same_picture(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         plot_loss(run(50), "a run", tmp_path / name)

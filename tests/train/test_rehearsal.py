@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from shardwise.comm.local import LocalComm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ShardwiseError
-from shardwise.train.config import Recipe
+from shardwise.recipe.read import read_recipe, to_yaml
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.data import prepare
 from shardwise.train.folder import Folder
 from shardwise.train.packed import SampleRows
-from shardwise.train.recipe import read_recipe, to_yaml
 from shardwise.train.rehearsal import Rehearsal
 from shardwise.train.rehearsal_files import samples
 from shardwise.train.samples import read_samples
@@ -27,10 +27,15 @@ from tests.train.runs import Watched
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 TOKENS = ["<tool>", "<answer>"]
+OFTEN = ("llama2-70b-lora", "stdlib-qlora")  # all in make prove
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=() if p.stem in OFTEN else pytest.mark.prove) for p in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_every_recipe_has_a_small_one_that_reads_what_is_there(tmp_path: Path, path: Path) -> None:
     rehearsal = Rehearsal(read_recipe(path), tmp_path)
     small, alone = rehearsal.small(), rehearsal.small(1)
@@ -50,6 +55,7 @@ def test_every_recipe_has_a_small_one_that_reads_what_is_there(tmp_path: Path, p
     assert all(before != after for before, after in changed.values())
 
 
+@pytest.mark.prove
 def test_streamed_samples_have_a_second_file_for_validation(tmp_path: Path) -> None:
     path = next(path for path in RECIPES if path.stem == "llama2-70b-lora")
     overrides = ["data.streaming.streams=16", "data.validation_source=held-out.jsonl"]
@@ -76,12 +82,13 @@ def run(
     return rehearsal
 
 
+@pytest.mark.prove
 def test_both_runs_have_the_same_losses_and_other_libraries_load_the_result(
     run: Rehearsal,
 ) -> None:
     losses, model, *adapter = run.proof()
     assert "losses of 2 ranks equal those of one process: at most " in losses
-    is_half = run.recipe.sharding.precision.compute == "bfloat16"
+    is_half = run.recipe.sharding.precision.param_dtype == "bfloat16"
     assert float(losses.split("at most ")[1].split()[0]) < (1e-3 if is_half else 1e-5)
     assert len(adapter) == is_half
     loaded = "the adapter in plain peft" if is_half else "the model in plain transformers"

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
-from shardwise.train.config import Recipe
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.data import prepare
 from shardwise.train.folder import Folder
 from shardwise.train.job import build
@@ -82,6 +82,7 @@ def test_killed_in_any_micro_batch_it_comes_to_the_same_bits(
         assert digest(cut, 6) == digest(whole, 6)
 
 
+@pytest.mark.prove
 def test_stopped_by_one_rank_at_any_step_it_comes_to_the_same_bits(
     tmp_path: Path, watched: Watched
 ) -> None:
@@ -102,6 +103,7 @@ def test_stopped_by_one_rank_at_any_step_it_comes_to_the_same_bits(
     assert digest(cut, 6) == digest(whole, 6)
 
 
+@pytest.mark.prove
 def test_the_scale_of_a_float16_run_is_halved_where_it_overflows_and_is_saved(
     tmp_path: Path, watched: Watched
 ) -> None:
@@ -119,6 +121,7 @@ def test_the_scale_of_a_float16_run_is_halved_where_it_overflows_and_is_saved(
     assert digest(cut, 6) == digest(whole, 6)
 
 
+@pytest.mark.prove
 def test_saved_in_the_background_it_comes_to_the_same_bits(
     tmp_path: Path, watched: Watched
 ) -> None:
@@ -148,6 +151,7 @@ def test_where_it_goes_on_is_said_with_the_number_of_the_sample(
 # --- another number of ranks -----------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_other_worlds_and_strategies_see_the_same_rows_and_losses(
     tmp_path: Path, watched: Watched
 ) -> None:
@@ -222,6 +226,7 @@ def test_streamed_text_is_continued_at_the_same_sample_on_every_number_of_ranks(
             assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.prove
 def test_a_run_ends_on_all_ranks_before_the_step_that_one_stream_cannot_fill(
     tmp_path: Path, watched: Watched
 ) -> None:
@@ -279,6 +284,7 @@ def test_a_validation_that_a_stop_left_out_is_made_when_the_run_goes_on(
     assert order[after : after + 4] == [Resumed, Evaluated, Saved, Stepped]
 
 
+@pytest.mark.prove
 def test_killed_before_the_first_save_it_begins_again(tmp_path: Path, watched: Watched) -> None:
     whole, cut = recipe_in(tmp_path / "whole"), recipe_in(tmp_path / "cut")
     watched.run(whole, 2)
@@ -296,7 +302,7 @@ def test_killed_after_the_last_save_it_has_only_to_finish(tmp_path: Path, watche
         raise KeyError
 
     with watched.monkeypatch.context() as patch:
-        patch.setattr("shardwise.sharded.Sharded.save_file", dies)
+        patch.setattr("shardwise.api.sharded.Sharded.save_file", dies)
         with pytest.raises(KeyError):
             watched.run(recipe, 2)
     watched.told.clear()

@@ -9,14 +9,14 @@ from queue import SimpleQueue
 
 import pytest
 
-from shardwise.comm import threads
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError, RanksDisagree
-from shardwise.train.config import Recipe
+from shardwise.recipe.read import read_recipe
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.folder import Folder
 from shardwise.train.metrics_log import MetricsLog
-from shardwise.train.recipe import read_recipe
 from shardwise.train.records import Busy, Finished, Record, Saved, Warned
 from shardwise.train.requests import Request
 from shardwise.train.run_logger import RunLogger

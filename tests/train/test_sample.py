@@ -8,15 +8,15 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 
-from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.recipe.model_config import ModelConfig
+from shardwise.recipe.recipe import Recipe
 from shardwise.train import tokenizer as bpe
-from shardwise.train.config import Recipe
 from shardwise.train.conversations import sample as of_row
 from shardwise.train.decoder import Decoder
 from shardwise.train.examples import tokenize, write
 from shardwise.train.job import build
-from shardwise.train.model_config import ModelConfig
 from shardwise.train.records import Sampled
 from shardwise.train.sample import generate, sample
 from tests.hf.folders import END, START, tiny_tokenizer

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from shardwise.cli.format_records import format_record
-from shardwise.comm import threads
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import DataConfig
+from shardwise.recipe.read import read_recipe
 from shardwise.train.batches import IGNORED, RowSource
 from shardwise.train.data import Data, prepare
-from shardwise.train.data_config import DataConfig
 from shardwise.train.folder import Folder
 from shardwise.train.loop import train
-from shardwise.train.recipe import read_recipe
 from shardwise.train.records import Evaluated, PreparedSamples, Record, Stepped
 from shardwise.train.samples import read_samples, tokenize_split
 from shardwise.train.streams import StreamBatches, StreamedRows
@@ -264,6 +264,7 @@ def test_each_streamed_sample_is_trained_on_once_in_an_epoch(tmp_path: Path) -> 
     assert texts == sorted(row["completion"] for row in ROWS)  # without the end token's text
 
 
+@pytest.mark.prove
 def test_a_run_on_streamed_samples_is_the_same_on_two_ranks(tmp_path: Path) -> None:
     """Ranks count together what is trained on, since each knows its own rows only."""
 

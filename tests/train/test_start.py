@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Recipe
+from shardwise.recipe.read import to_yaml
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.folder import RECIPE
-from shardwise.train.recipe import to_yaml
 from shardwise.train.start import Start, decide_start, differences
 from tests.train.tiny import tiny_recipe
 
@@ -86,7 +86,7 @@ def test_what_is_finished_goes_on_to_more_steps_from_a_checkpoint_only(tmp_path:
         "batch.rows=24",
         "optimizer.betas=[0.5, 0.9]",
         "run.seed=1",
-        "sharding.precision.stored=float64",
+        "sharding.precision.stored_dtype=float64",
     ],
 )
 def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: str) -> None:
@@ -123,6 +123,14 @@ def test_a_key_that_an_earlier_version_did_not_know_had_its_default(tmp_path: Pa
     assert differences(before, recipe) == []
     other = tiny_recipe(tmp_path, "optimizer.clip=2")
     assert differences(before, other) == ["optimizer.clip was 1.0 and is 2.0"]
+
+
+def test_the_stored_dtype_of_a_run_of_0_1_is_read_under_its_earlier_name(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, "sharding.precision.stored_dtype=float64")
+    before = recipe.model_dump(mode="json")
+    dtypes = before["sharding"]["precision"]
+    dtypes["stored"] = dtypes.pop("stored_dtype")
+    assert differences(before, recipe) == []
 
 
 def test_an_earlier_run_is_left_alone_where_nothing_may_be_resumed(tmp_path: Path) -> None:

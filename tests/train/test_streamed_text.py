@@ -14,8 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import DataConfig
 from shardwise.train.corpus import split
-from shardwise.train.data_config import DataConfig
 from shardwise.train.streamed_text import StreamedText, open_text
 from tests.train.tiny import documents, text_folder
 

@@ -11,8 +11,8 @@ import datasets
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.recipe import Recipe
 from shardwise.train import tokenizer as bpe
-from shardwise.train.config import Recipe
 from shardwise.train.corpus import is_held_out
 from shardwise.train.streamed_text import open_text
 from shardwise.train.streams import Position, StreamBatches, StreamedRows, streams_per_rank

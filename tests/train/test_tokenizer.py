@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.model_config import TokenizerConfig
 from shardwise.train import tokenizer as bpe
 from shardwise.train.folder import Folder
-from shardwise.train.model_config import TokenizerConfig
 from tests.train.tiny import documents
 
 TRAINED = "trained on the training split"

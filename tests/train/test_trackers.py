@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.comm import threads
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
+from shardwise.recipe.logging_config import LoggingConfig
 from shardwise.train.loop import train
 from shardwise.train.records import Evaluated, Record, Sampled, Stepped, Warned
 from shardwise.train.run_logger import RunLogger
-from shardwise.train.trackers import OPEN, LoggingConfig, check_installed, numbers_of
+from shardwise.train.trackers import OPEN, check_installed, numbers_of
 from tests.train.tiny import tiny_recipe
 
 STEPPED = Stepped(3, 9, 2.5, 1e-3, math.inf, 100.0, 4096, 7.0)

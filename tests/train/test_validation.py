@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
-from shardwise.comm import threads
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.comm.transports.local import LocalComm
 from shardwise.train.batches import Rows, evenly_spaced
 from shardwise.train.records import Evaluated
 from shardwise.train.validation import Validation, unigram_entropy

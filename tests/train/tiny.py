@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from shardwise.train.config import Recipe
-from shardwise.train.recipe import read_recipe
+from shardwise.recipe.read import read_recipe
+from shardwise.recipe.recipe import Recipe
 
 WORDS = ("def", "return", "self", "value", "for", "name", "in", "items", "if", "not", "None", "x")
 

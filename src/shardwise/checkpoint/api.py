@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.arguments import named, taken
 from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
-from shardwise.checkpoint.background import Background, Saving
+from shardwise.checkpoint.background import Saving
 from shardwise.checkpoint.collectives import raise_on_all
-from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.one_file import SavedFile, save_one_file
-from shardwise.checkpoint.optimizer_state import Given, Optimizers
+from shardwise.checkpoint.optimizer_state import Given
 from shardwise.checkpoint.optimizer_state_dict import optimizer_state, put_optimizer_state
 from shardwise.checkpoint.options import (
     Loaded,
@@ -29,25 +27,15 @@ from shardwise.checkpoint.options import (
 from shardwise.checkpoint.state_dict import StateDict, model_state, put_model_state
 from shardwise.checkpoint.training_state import Training
 from shardwise.errors import ConfigError
-from shardwise.runtime.runtime import Runtime
-
-
-class Sharded(ShardedModel, Protocol):
-    """What the methods of this file need besides."""
-
-    runtime: Runtime
-    _background: Background
-
-    def admitted(self, asked: str, optimizer: Given = None) -> Optimizers:
-        """Between steps only: the optimizers, if they may be used on this model."""
-
+from shardwise.errors.arguments import named, taken
+from shardwise.optim.sharded_model import ShardedModel
 
 # --- folders ---------------------------------------------------------------------------------
 
 
 @named
 def save(
-    self: Sharded,
+    self: ShardedModel,
     path: str | Path,
     optimizer: Given = None,
     training: Training | None = None,
@@ -59,7 +47,6 @@ def save(
     files: Mapping[str, str | bytes] | None = None,
     names: Callable[[str], bool] | None = None,
     snapshot_bytes: int | None = None,
-    copied_by: Literal["return", "next_step"] = "return",
     when_busy: Literal["wait", "skip"] = "wait",
 ) -> Saved:
     """Write a checkpoint: a folder that ``transformers`` loads. A collective.
@@ -80,7 +67,7 @@ def save(
 
 @named
 def save_async(
-    self: Sharded,
+    self: ShardedModel,
     path: str | Path,
     optimizer: Given = None,
     training: Training | None = None,
@@ -92,40 +79,43 @@ def save_async(
     files: Mapping[str, str | bytes] | None = None,
     names: Callable[[str], bool] | None = None,
     snapshot_bytes: int | None = None,
-    copied_by: Literal["return", "next_step"] = "return",
     when_busy: Literal["wait", "skip"] = "wait",
 ) -> Saving | None:
-    """``save``, but write while training goes on; ``copied_by`` says when it returns.
+    """``save``, but return at once and write while training goes on. A collective.
 
-    If that fails, the next optimizer step raises, on every rank alike.
+    The next optimizer step first copies what is not written yet. To change parameters or optimizer
+    state by hand before it, call ``finish_copy()`` of what is returned. If saving fails, the next
+    optimizer step raises, on every rank alike.
 
     Returns:
         The running save: call its ``wait()`` before the process ends. ``None`` if the previous
         save is still being written and ``when_busy`` is ``"skip"``.
     """
     request = _save_request(self, "save_async()", locals())
-    return self._background.save(self, request)
+    saving: Saving | None = self._background.save(self, request)
+    return saving
 
 
-def _save_request(sharded: Sharded, call: str, given: Mapping[str, Any]) -> SaveRequest:
+def _save_request(sharded: ShardedModel, call: str, given: Mapping[str, Any]) -> SaveRequest:
     optimizers = sharded.admitted(f"{call} was called", given["optimizer"])
 
     def chosen() -> SaveOptions:
         options = taken(SaveOptions, given)
         if options.kind == "full" and call == "save_async()":
             raise ConfigError(
-                "kind='full' sends everything to rank 0 while it is written, which training must "
-                "not wait for. Pass kind='sharded' to save_async(), or call save()."
+                "save_async() does not support kind='full': training would wait while rank 0 "
+                "writes everything. Pass kind='sharded', or call save()."
             )
         return options
 
     options = raise_on_all(sharded.comm, f"options of {call}", chosen)
-    return SaveRequest(given["path"], optimizers, given["training"], options)
+    background = call == "save_async()"
+    return SaveRequest(given["path"], optimizers, given["training"], options, background)
 
 
 @named
 def load(
-    self: Sharded,
+    self: ShardedModel,
     path: str | Path,
     optimizer: Given = None,
     training: Training | None = None,
@@ -150,7 +140,7 @@ def load(
 
 @named
 def resume(
-    self: Sharded,
+    self: ShardedModel,
     run: str | Path,
     optimizer: Given = None,
     training: Training | None = None,
@@ -172,8 +162,8 @@ def resume(
     return reading.resume(self, run, _load_options(self, locals()))
 
 
-def _load_options(sharded: Sharded, given: Mapping[str, Any]) -> LoadOptions:
-    optimizers = sharded.admitted("a checkpoint was to be loaded", given["optimizer"])
+def _load_options(sharded: ShardedModel, given: Mapping[str, Any]) -> LoadOptions:
+    optimizers = sharded.admitted("a checkpoint was being loaded", given["optimizer"])
     given = {**given, "optimizers": optimizers}
     options = raise_on_all(sharded.comm, "options of load()", lambda: taken(LoadOptions, given))
     sharded._background.wait_pending()
@@ -185,7 +175,7 @@ def _load_options(sharded: Sharded, given: Mapping[str, Any]) -> LoadOptions:
 
 @named
 def state_dict(
-    self: Sharded,
+    self: ShardedModel,
     kind: str | Enum | StateDict = "full",
     *,
     offload_to_cpu: bool = True,
@@ -203,11 +193,11 @@ def state_dict(
         leaves out.
     """
     policy = StateDict.of(locals())
-    _between_steps(self, "state_dict() was called")
+    self.admitted("state_dict() was called", awaits_readers=True)
     return model_state(self, policy)
 
 
-def load_state_dict(self: Sharded, states: Mapping[str, Tensor]) -> None:
+def load_state_dict(self: ShardedModel, states: Mapping[str, Tensor]) -> None:
     """Give the model rank 0's whole tensors; what others pass is ignored. A collective.
 
     ``model.load_state_dict(states)`` does the same where every rank has them.
@@ -215,13 +205,13 @@ def load_state_dict(self: Sharded, states: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: on every rank alike, naming everything that does not fit.
     """
-    _between_steps(self, "load_state_dict() was called")
+    self.admitted("load_state_dict() was called", awaits_readers=True)
     put_model_state(self, states)
 
 
 @named
 def optimizer_state_dict(
-    self: Sharded,
+    self: ShardedModel,
     optimizer: Optimizer,
     kind: str | Enum | StateDict = "full",
     *,
@@ -245,7 +235,7 @@ def optimizer_state_dict(
 
 
 def load_optimizer_state_dict(
-    self: Sharded, optimizer: Optimizer, states: Mapping[str, Any]
+    self: ShardedModel, optimizer: Optimizer, states: Mapping[str, Any]
 ) -> None:
     """Give the optimizer rank 0's whole state, by name. A collective.
 
@@ -257,7 +247,7 @@ def load_optimizer_state_dict(
 
 
 def save_file(
-    self: Sharded, path: str | Path, names: Callable[[str], bool] | None = None
+    self: ShardedModel, path: str | Path, names: Callable[[str], bool] | None = None
 ) -> SavedFile:
     """Write the whole model as one file, which rank 0 must have room for. A collective.
 
@@ -271,10 +261,5 @@ def save_file(
         CheckpointError: on every rank alike; what was there before under this name still is.
     """
     policy = StateDict("full", rank0_only=True, names=names)
-    _between_steps(self, "save_file() was called")
+    self.admitted("save_file() was called", awaits_readers=True)
     return save_one_file(self, path, policy)
-
-
-def _between_steps(sharded: Sharded, asked: str) -> None:
-    sharded.admitted(asked)
-    sharded.runtime.await_readers()

@@ -1,10 +1,10 @@
-"""To save while training goes on: a thread writes the values that were there at the call.
+"""Saving while training goes on: a thread writes the values that the state had at the call.
 
-    main thread   begin · exchange edges · copy      step      step      step      step
-    writer                              write ─────────── sync ─ part
-    rank 0's writer                     write ─────────── sync ─ parts of all ─ publish
+    main thread   begin · exchange edges    forward, backward   copy the rest · step      step
+    writer                                  copy and write ─────────── sync ─ part
+    rank 0's writer                         copy and write ─────────── sync ─ parts of all ─ publish
 
-``staging`` draws when the copy is made with ``copied_by="next_step"``.
+``staging`` draws who copies what when.
 
 The writers never use the comm, which belongs to the steps: they leave their parts as files in the
 folder that is being written. At each optimizer step the ranks exchange their states. So an error on
@@ -31,13 +31,13 @@ from shardwise.checkpoint.collectives import (
 )
 from shardwise.checkpoint.disk import explained, host, text_of
 from shardwise.checkpoint.failpoints import hit
-from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Saved, SaveRequest
 from shardwise.checkpoint.save import Task, begin, finish, give_up
 from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError
+from shardwise.optim.sharded_model import ShardedModel
 
 log = logging.getLogger("shardwise")
 
@@ -48,12 +48,11 @@ GLANCE = 0.05  # seconds between two looks while all ranks wait
 class Saving:
     """A save on its way. ``check`` and ``wait`` are collectives."""
 
-    def __init__(self, task: Task, comm: Comm, pool: Pool) -> None:
+    def __init__(self, task: Task, comm: Comm, pool: Pool, watched: Watched) -> None:
         self.path: Path = task.final
-        self._task, self._comm, self._pool = task, comm, pool
-        self._watched: Watched | None = None
+        self._task, self._comm, self._watched = task, comm, watched
         self._copying = Copying(task.contents.chunks(comm.rank), pool)
-        self._stream: torch.Stream | None = None
+        self._stream = _stream_beside(comm.device)
         self._start = time.perf_counter()
         self._cancelled = Event()
         self._copied = Event()  # all is copied and nothing had changed; or ``_wrong`` is set
@@ -104,26 +103,13 @@ class Saving:
             if (saved := self.check()) is not None:
                 return saved
 
-    def begin(self, watched: Watched | None) -> None:
-        """Start to write.
-
-        If all is copied now and the pool has room for it, writing begins after the copy, since both
-        need the processor.
-
-        Args:
-            watched: what must not change until all is copied; ``None``: all is copied now.
-        """
-        if watched is not None:
-            self._watched, self._stream = watched, _stream_beside(self._comm.device)
-        elif sum(1 for _ in self._task.contents.chunks(self._comm.rank)) <= self._pool.most:
-            self.finish_copy()
+    def begin(self) -> None:
+        """Start to write."""
         try:
             self._thread.start()
         except RuntimeError as failure:  # check raises it, on all ranks
             self._go_wrong(failure)
             self._copied.set()
-        if watched is None:
-            self.finish_copy()
 
     def finish_copy(self) -> None:
         """Copy what is not copied yet: from now on, training may change everything. No collective.
@@ -134,8 +120,7 @@ class Saving:
             return
         try:
             self._copying.rest()
-            if self._watched is not None:
-                self._wrong = self._wrong or self._watched.changed()
+            self._wrong = self._wrong or self._watched.changed()
             hit("snapshot taken", self._comm.rank)
         except Exception as failure:  # noqa: BLE001 - check raises it, on all ranks
             self._go_wrong(failure)
@@ -146,7 +131,7 @@ class Saving:
             self._copied.set()
 
     def _go_wrong(self, failure: BaseException) -> None:
-        """Let ``check`` raise it on all ranks; an error of another class is logged in full."""
+        """Make ``check`` raise it on all ranks; an error of another class is logged in full."""
         if not isinstance(failure, CheckpointError):
             log.error("saving in the background", exc_info=failure)
         self._wrong = self._wrong or text_of(failure)
@@ -180,7 +165,7 @@ class Saving:
     def _at_exit(self) -> None:
         log.error(
             "%s was still being saved when this process ended, and is not complete; call wait() "
-            "on what save_async() returned before you end",
+            "on the result of save_async() before the process ends",
             self.path,
         )
 
@@ -227,7 +212,7 @@ class Saving:
 
 
 def _stream_beside(device: torch.device) -> torch.Stream | None:
-    """On an accelerator, a stream for copies, which first waits for the current stream."""
+    """Return a stream for copies on an accelerator, after it has waited for the current stream."""
     if device.type == "cpu":
         return None
     stream = torch.Stream(device)
@@ -257,11 +242,10 @@ class Background:
         if not self._ranks_here:
             self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
         task = begin(sharded, request)
-        saving = Saving(task, comm, self._memory(options.snapshot_bytes, task, comm.device))
+        pool = self._memory(options.snapshot_bytes, task, comm.device)
+        saving = Saving(task, comm, pool, Watched(sharded, request.optimizers))
         try:
-            saving.begin(
-                None if options.copied_by == "return" else Watched(sharded, request.optimizers)
-            )
+            saving.begin()
         except BaseException:
             saving.cancel()
             raise
@@ -274,6 +258,11 @@ class Background:
         if saving is not None and saving.check() is None:
             self._saving = saving
         return self._saving is None
+
+    def before_update(self) -> None:
+        """Raise the error of a save that failed, once, before an update. A collective."""
+        self.finish_copy()
+        self.check()
 
     def finish_copy(self) -> None:
         """Parameters or optimizer state may change now. No collective."""

@@ -135,8 +135,8 @@ class CheckedFile:
                 raise
             if done == 0:
                 raise DamagedCheckpoint(
-                    f"{self.title} ends at byte {at:,}, {sum(map(len, left)):,} before it "
-                    "should. It was cut off. Load another checkpoint, or fetch the file again."
+                    f"{self.title} ends at byte {at:,}, {sum(map(len, left)):,} bytes too early: "
+                    "it was cut off. Load another checkpoint, or fetch the file again."
                 )
             taken(left, done)
             at += done

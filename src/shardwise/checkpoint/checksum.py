@@ -53,7 +53,7 @@ def block_checksums(pieces: Iterable[Piece], size: int, file: str, block: int = 
 
 def _not_gapless(file: str, at: int, start: int) -> CheckpointError:
     return CheckpointError(
-        f"{file}: the next byte to be written was {at:,}, and the next that a rank says it wrote "
-        f"is {start:,}. The checkpoint is not published. This is a mistake of shardwise: please "
-        "report it, with the strategy and the number of ranks."
+        f"{file}: byte {at:,} was to be written next, but a rank reports byte {start:,}. The "
+        "checkpoint is not published. This is a bug in shardwise: please report it, with the "
+        "strategy and the number of ranks."
     )

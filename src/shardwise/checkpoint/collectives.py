@@ -1,4 +1,4 @@
-"""How ranks tell each other short values: over their comm, or through files in a folder.
+"""Short values that ranks tell each other: over their comm, or through files in a folder.
 
 A save in the background must not use the comm, since the steps do; there, every rank leaves a file
 beside the data, and rank 0 looks for them.
@@ -18,8 +18,8 @@ import torch
 
 from shardwise import errors
 from shardwise.checkpoint.disk import explained, text_of, write_file
-from shardwise.comm.desync import by_ranks, differing_facts, format_ranks
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.watchdog.desync import by_ranks, differing_facts, format_ranks
 from shardwise.errors import CheckpointError, RanksDisagree, ShardwiseError
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def broadcast_object(comm: Comm, value: T, what: str) -> T:
 
 
 def run_on_rank_0(comm: Comm, what: str, act: Callable[[], T]) -> T:
-    """What ``act()`` returns on rank 0, which alone calls it, on every rank. A collective.
+    """Return on every rank what ``act()`` returns on rank 0, which alone calls it. A collective.
 
     Raises as ``raise_on_all`` does.
     """
@@ -107,7 +107,7 @@ def check_same_on_all(comm: Comm, facts: Mapping[str, str]) -> None:
     if len(set(all_gather_object(comm, digest, "digests of facts"))) == 1:
         return
     raise CheckpointError(
-        "the ranks do not save the same:\n"
+        "the ranks would save different values:\n"
         + "\n".join(differing_facts(all_gather_object(comm, dict(facts), "facts")))
         + "\nNothing was written. Pass the same on every rank; what differs by rank belongs in "
         "Training(local=...)."
@@ -164,8 +164,8 @@ def await_parts(
         if absent and time.monotonic() - last > patience:
             raise CheckpointError(
                 f"{folder}: {format_ranks(absent)} of {world} did not finish writing within "
-                f"{patience:,.0f} s after the last that did, so this checkpoint is given up. Look "
-                "whether that rank still lives, and whether its host still reaches the disk."
+                f"{patience:,.0f} s after the last that did, so this checkpoint is given up. Check "
+                "whether that rank is still running, and whether its host can reach the disk."
             )
         if absent and cancelled.wait(nap):
             raise CheckpointError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.printed import size
+from shardwise.plan.printed import size
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ _ADVICE = {
     errno.EROFS: "it is mounted read-only: mount it for writing, or save elsewhere",
     errno.EACCES: "this user may not write there: change its permissions, or save elsewhere",
     errno.EPERM: "this user may not write there: change its permissions, or save elsewhere",
-    errno.ENOENT: "it is not there, or no longer: look whether it was moved or unmounted",
+    errno.ENOENT: "it is not there, or no longer: check whether it was moved or unmounted",
     errno.EIO: "the disk fails: look at the system's log, and save elsewhere",
 }
 _TO_READ = {

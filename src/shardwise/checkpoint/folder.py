@@ -277,7 +277,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def move_latest(final: Path) -> None:
-    """Let ``latest`` point at ``final``: a link, or a text file where links cannot be."""
+    """Point ``latest`` at ``final``: by a link, or by a text file where links are not supported."""
     latest, run = final.with_name(LATEST), final.parent
     unfinished = run / f".{LATEST}-{new_token()}"
     try:

@@ -51,14 +51,14 @@ def encode(value: Any, where: str) -> Any:
         return {"$tensor": _encode_tensor(value, where)}
     kind = f" of {value.dtype}" if isinstance(value, (np.ndarray, Tensor)) else ""
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}{kind}, which cannot be "
-        "written without pickle, and a checkpoint that holds pickles can run anybody's code. Keep "
-        "numbers, texts, bytes, small tensors, and lists and dicts of them there."
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}{kind}, which only "
+        "pickle could store, and loading a pickle can run any code. Store only numbers, strings, "
+        "bytes, small tensors, and lists and dicts of them."
     )
 
 
 def decode(value: Any) -> Any:
-    """What ``encode`` was given. Raises ``CheckpointError`` for what it did not write."""
+    """Return what ``encode`` was given. Raises ``CheckpointError`` for what it did not write."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -102,7 +102,7 @@ def _encode_tensor(value: Tensor, where: str) -> dict[str, Any]:
     if value.numel() > MOST_ELEMENTS:
         raise CheckpointError(
             f"{where} is a tensor of {value.numel():,} elements; up to {MOST_ELEMENTS:,} are "
-            "written into the training state. Keep it in a buffer of the model."
+            "written into the training state. Store it in a buffer of the model."
         )
     text = base64.b64encode(bytes_of(value.cpu()).numpy().tobytes()).decode()
     return {"dtype": code_of(value.dtype, where), "shape": list(value.shape), "data": text}

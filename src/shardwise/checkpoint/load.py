@@ -1,4 +1,4 @@
-"""To load: each rank reads what it holds, at any number of ranks, with any strategy.
+"""Loading: each rank reads what it holds, at any number of ranks, with any strategy.
 
     1. open       the manifest and the headers
     2. compare    what fits the model and what does not: before anything changes
@@ -29,19 +29,20 @@ from shardwise.checkpoint.collectives import (
 from shardwise.checkpoint.disk import retried
 from shardwise.checkpoint.folder import checkpoints, mark_broken, move_latest, resolve, target_of
 from shardwise.checkpoint.load_plan import LoadPlan, OpenCheckpoint, open_checkpoint
-from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Loaded, LoadOptions
 from shardwise.checkpoint.read_requests import read_from_rank_0, read_into
 from shardwise.checkpoint.recognise import CHECKPOINTS, LATEST, is_leftover, is_ours
 from shardwise.checkpoint.run_folder import manifest_lost, read_manifest, saved_in
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
+from shardwise.optim.sharded_model import ShardedModel
 
 log = logging.getLogger("shardwise")
 
 T = TypeVar("T")
 
 REPLACED = "Some tensors of the model were already replaced"
+RESTORED = "The weights are already those of this checkpoint, and the rest may be as before"
 
 
 def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loaded:
@@ -60,7 +61,7 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
         planned = _understood(path, lambda: LoadPlan(sharded, checkpoint, options))
         plan = raise_on_all(comm, "comparing", planned)
         raise_on_all(comm, "reading", lambda: _read(comm, checkpoint, plan, from_rank_0_alone))
-        restored = _understood(path, lambda: plan.restore(options.training), REPLACED)
+        restored = _understood(path, lambda: plan.restore(options.training), RESTORED)
         report = raise_on_all(comm, "restoring", restored)
     for bucket in sharded.buckets:
         bucket.expire()
@@ -68,8 +69,8 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
     sharded.loaded_token = made.token if made else ""
     if made is None and comm.rank == 0:
         log.warning(
-            "%s has no manifest, so nothing could tell whether its bytes are those that were "
-            "written; headers and sizes fit",
+            "%s has no manifest, so its bytes could not be checked; headers and sizes are "
+            "consistent",
             checkpoint.source.folder,
         )
     return report
@@ -112,8 +113,8 @@ def _check_identity(comm: Comm, checkpoint: OpenCheckpoint) -> None:
     if other:
         raise CheckpointError(
             f"the ranks opened different checkpoints: rank 0 {texts[0]}; "
-            f"{joined_message(other, comm.size)}. The path means another folder on each host. "
-            "Nothing of it was used. Load one that all hosts have."
+            f"{joined_message(other, comm.size)}. The path names a different folder on each host. "
+            "Nothing was loaded. Load one that all hosts have."
         )
 
 
@@ -135,7 +136,7 @@ def resume(sharded: ShardedModel, run: str | Path, options: LoadOptions) -> Load
         if not name:
             raise_on_all(comm, "nothing to resume", lambda: _check_nothing(folder))
             if comm.rank == 0 and (reason := _why_nothing(folder)):
-                log.warning("nothing was resumed, and the run begins anew: %s", reason)
+                log.warning("nothing was resumed, and the run starts from scratch: %s", reason)
             return None
         try:
             report = load(sharded, folder / name, options)
@@ -170,9 +171,9 @@ def _candidate(folder: Path, damaged: dict[str, str]) -> str:
             return path.name
     if damaged:
         raise DamagedCheckpoint(
-            f"{folder} holds {len(damaged)} checkpoints, and none that is whole, so nothing can be "
-            f"resumed: {'; '.join(damaged.values())} Restore one from a copy; or, to begin anew, "
-            "move them away."
+            f"{folder} holds {len(damaged)} checkpoints, none of them complete, so nothing can be "
+            f"resumed: {'; '.join(damaged.values())} Restore one from a copy; or, to start from "
+            "scratch, move them away."
         )
     return ""
 
@@ -184,13 +185,13 @@ def _check_nothing(folder: Path) -> None:
     if seen:
         raise CheckpointError(
             f"{folder} on {socket.gethostname()} shows {', '.join(seen[:8])}, and rank 0 finds no "
-            "checkpoint there, so nothing was resumed. Look whether the disk is mounted on every "
-            "host, and whether checkpoints were moved; to begin anew, remove what is left."
+            "checkpoint there, so nothing was resumed. Check whether the disk is mounted on every "
+            "host, and whether checkpoints were moved; to start from scratch, remove what is left."
         )
 
 
 def _why_nothing(folder: Path) -> str:
-    """Which weights in the folder are no checkpoint of a run, and why; ``""``: there are none."""
+    """Name the folder's weights that are no checkpoint of a run, and why; ``""``: none."""
     if checkpoints(folder / CHECKPOINTS):
         return f"the checkpoints of {folder} are in {folder / CHECKPOINTS}; resume that folder"
     paths = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
@@ -232,8 +233,8 @@ def _understood(
             raise
         except Exception as error:
             raise CheckpointError(
-                f"{path} holds what cannot be understood, or what a scheduler or scaler does not "
-                f"take ({type(error).__name__}: {str(error)[:200]}). {so_far}. Load another "
+                f"{path} has state that cannot be read, or that a scheduler or scaler does not "
+                f"accept ({type(error).__name__}: {str(error)[:200]}). {so_far}. Load another "
                 "checkpoint."
             ) from error
 

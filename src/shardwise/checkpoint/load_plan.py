@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where on this rank, and everything that does not fit.
+"""The plan of a load: each stored part and its place on this rank, and what does not fit.
 
 All of it is compared first, with nothing changed; then it is a list of ranges to read, and a few
 values to hand over when they have been read.
@@ -6,6 +6,7 @@ values to hand over when they have been read.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import training_state
-from shardwise.checkpoint.local_shards import ShardedModel, held_whole, param_shards
+from shardwise.checkpoint.local_shards import held_whole, param_shards
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_restore import Restored, StoredStates
 from shardwise.checkpoint.optimizer_state import Named
@@ -30,6 +31,7 @@ from shardwise.checkpoint.save_plan import BUFFER, OPTIMIZER, RANKS, RNG
 from shardwise.checkpoint.training_state import Document, Stateful, Training
 from shardwise.checkpoint.wrappers import further_names
 from shardwise.errors import CheckpointError, nearest
+from shardwise.optim.sharded_model import ShardedModel
 
 log = logging.getLogger("shardwise")
 
@@ -52,7 +54,7 @@ that can."""
 
 @dataclass(frozen=True)
 class Matched:
-    """Which tensors of the model are stored, and what does not fit."""
+    """Tensors of the model that are stored, and those that do not fit."""
 
     pairs: Mapping[str, str]  # the model's (first) name → the stored one, which is to be read
     misfits: Mapping[str, Mapping[str, str]]  # for each of ``MISFITS``: name → a line about it
@@ -110,7 +112,7 @@ def _misfit(stored: Stored, dtype: str, shape: tuple[int, ...]) -> str | None:
 
 
 class ModelPlan:
-    """Which stored tensors go where in the model's parameters and persistent buffers.
+    """Stored tensors and their places in the model's parameters and persistent buffers.
 
     Attributes:
         inexact: what is not as it was, once ``requests`` were made.
@@ -174,7 +176,7 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """What a folder holds: tensors of each kind by name, and the training state."""
+    """Contents of an open folder: tensors of each kind by name, and the training state."""
 
     source: CheckpointReader
     weights: Mapping[str, TensorLocation]
@@ -183,7 +185,7 @@ class OpenCheckpoint:
     own: Mapping[str, TensorLocation]
 
     def encode(self) -> list[Any]:
-        """As JSON, for ranks that do not see the folder; it has a manifest."""
+        """Return JSON for ranks that do not see the folder; it has a manifest."""
         assert self.source.manifest is not None
         manifest = self.source.manifest.encode().decode()
         document = self.source.bytes(training_state.NAME).decode() if self.document else ""
@@ -191,7 +193,7 @@ class OpenCheckpoint:
 
     @classmethod
     def decode(cls, encoded: Sequence[Any], stack: ExitStack) -> OpenCheckpoint:
-        """What ``encode`` gave; no file is opened before it is read, and ``stack`` closes all."""
+        """Return what ``encode`` gave; no file is opened before, and ``stack`` closes all."""
         folder, manifest, document, *tensors = encoded
         weights, states, own = (
             {
@@ -233,7 +235,7 @@ def open_checkpoint(path: str | Path, options: LoadOptions, stack: ExitStack) ->
 
 
 class LoadPlan:
-    """What of a checkpoint goes where on this rank."""
+    """The parts of a checkpoint that this rank reads, and their places."""
 
     def __init__(
         self, sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions
@@ -368,9 +370,23 @@ def _stateful(
             problems.append(f"{name}: its state is of {kind}, not of {type(owner).__name__}")
         elif unlike:
             problems += unlike
+        elif refusal := _refusal(owner, state):
+            problems.append(f"{name}: {type(owner).__name__} does not take its state ({refusal})")
         else:
             fitting.append((owner, state))
     return fitting, problems
+
+
+def _refusal(owner: Stateful, state: Any) -> str:
+    """Say why ``owner`` does not take ``state``; ``""`` if it does: it is tried, and put back."""
+    before = copy.deepcopy(owner.state_dict())
+    try:
+        owner.load_state_dict(copy.deepcopy(state))
+    except Exception as error:  # noqa: BLE001 - a class of the user's, which raises what it likes
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    finally:
+        owner.load_state_dict(before)
+    return ""
 
 
 def misfit_error(fact: str, problems: Sequence[str], advice: str) -> CheckpointError:

@@ -11,36 +11,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.checkpoint.safetensors_format import bytes_of, code_of
 from shardwise.checkpoint.wrappers import bare_names
-from shardwise.comm.protocol import Comm
-from shardwise.layout.layout import Layout, Slot
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import Sharding, sharding_of
-from shardwise.schedule.placement import Placement
+from shardwise.plan.layout.layout import Layout, Slot
+from shardwise.plan.sharding import Sharding, sharding_of
+from shardwise.plan.units.units import Member
 from shardwise.torch_internals import buffers_of, parameters_of
-from shardwise.units.units import Member
 
 log = logging.getLogger("shardwise")
-
-
-class ShardedModel(Protocol):
-    """A sharded model's handle, as checkpoints see it: the engine's parts, no front door.
-
-    Attributes:
-        loaded_token: of the checkpoint that was loaded last, which no save removes; or ``""``.
-    """
-
-    model: nn.Module
-    comm: Comm
-    placement: Placement
-    buckets: tuple[Bucket, ...]
-    loaded_token: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +51,7 @@ class LocalShard:
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """Where a parameter's elements are.
+    """The place of a parameter's elements.
 
     Attributes:
         held: who holds which elements.
@@ -117,7 +100,7 @@ def bare_member(member: Member, bare: Callable[[str], str]) -> Member:
 
 @lru_cache(maxsize=1 << 14)  # every save of a run has the same layout
 def _held(layout: Layout, slot: Slot, shards: int, copies: int) -> tuple[Held, ...]:
-    """Who holds which elements: of each shard all its copies, or of each piece one rank."""
+    """Return who holds which elements: of each shard all its copies, or of each piece one rank."""
 
     def ranks(part: int) -> tuple[int, ...]:
         if layout.world > shards:
@@ -164,7 +147,7 @@ def own_rows(values: Mapping[str, Tensor], rank: int, world: int) -> list[LocalS
 
 
 def held_whole(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
-    """What each rank has whole: persistent buffers, and parameters that are not sharded.
+    """Name what each rank has whole: persistent buffers, and parameters that are not sharded.
 
     Each once, with all its names without wrappers, in order of registration.
     """
@@ -195,6 +178,12 @@ def _held_whole(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
         if param is not None and sharding_of(param) is None:  # ``ignored=``
             yield name, param
     yield from buffers_of(module).items()
+
+
+def ignored_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that ``ignored=`` left whole, by each of their names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: param for name, param in named if sharding_of(param) is None}
 
 
 def warn_of_extra_state(model: nn.Module, what: str) -> None:

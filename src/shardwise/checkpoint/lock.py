@@ -1,4 +1,4 @@
-"""Who writes a partial folder: a lock in it, which ends with the process that holds it.
+"""A lock in a partial folder: it ends with the process that writes there.
 
 Some file systems keep locks within a host (Lustre with ``localflock``, NFS with ``nolock``), and
 some have none. So the lock's file says which host its holder is on, and what another host writes

@@ -1,4 +1,4 @@
-"""What a complete checkpoint consists of: every file's size and checksums.
+"""The files of a complete checkpoint: every file's size and checksums.
 
 The manifest is the last file that is written to a checkpoint's folder, so all that it lists was on
 the disk before. It holds a digest of itself: a flipped bit in it must not be taken for damage of
@@ -40,7 +40,7 @@ class FileRecord(_Frozen):
     writers: Any = Field(None, exclude=True, description="only in old manifests")
 
     def checksums(self) -> list[int]:
-        """Of each block of the file, in order."""
+        """Return the checksum of each block of the file, in order."""
         return [int(self.blocks[k : k + 8], 16) for k in range(0, len(self.blocks), 8)]
 
 
@@ -65,7 +65,7 @@ class Manifest(_Frozen):
 
     @property
     def line(self) -> str:
-        """What kind of checkpoint it is, who wrote it, and who can load it."""
+        """Say in one line the kind of checkpoint, who wrote it, and who can load it."""
         ranks = f"{self.world} rank{'s' * (self.world != 1)}"
         writer = "one of " * (self.kind == "full")
         return f"{self.kind} safetensors, written by {writer}{ranks}; any number of ranks loads it"
@@ -90,13 +90,13 @@ class Manifest(_Frozen):
             _check_readable(fields, where)
             digest = fields.pop("digest", None)
             if digest != _digest(fields):
-                raise ValueError("its digest does not fit what it says")
+                raise ValueError("its digest does not match its content")
             manifest = cls.model_validate(fields)
         except (ValueError, RecursionError, ValidationError) as error:
             fact = str(error).splitlines()[0][:200]
             raise DamagedCheckpoint(
-                f"{where} is damaged: {fact}. Without it nothing vouches for the files beside it, "
-                "so the checkpoint counts as incomplete. Load another one."
+                f"{where} is damaged: {fact}. Without it the files beside it cannot be checked, so "
+                "the checkpoint counts as incomplete. Load another one."
             ) from None
         manifest._check_files(where)
         return manifest
@@ -127,9 +127,8 @@ def _check_readable(fields: dict[str, Any], where: str) -> None:
         )
     if fields.get("kind") == "local":
         raise CheckpointError(
-            f"{where} is of kind 'local', each rank's shards in files of its own, which are not "
-            "read any more. Load it with the shardwise that saved it, and save it with "
-            "kind='sharded'."
+            f"{where} is of kind 'local', with separate files for each rank, which is no longer "
+            "read. Load it with the shardwise that saved it, and save it with kind='sharded'."
         )
 
 

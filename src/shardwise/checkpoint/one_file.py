@@ -21,9 +21,9 @@ from torch import Tensor
 from shardwise.checkpoint.collectives import check_same_on_all, raise_on_all, run_on_rank_0
 from shardwise.checkpoint.disk import MODE, explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
-from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.state_dict import StateDict, model_state
 from shardwise.errors import CheckpointError
+from shardwise.optim.sharded_model import ShardedModel
 
 log = logging.getLogger("shardwise")
 
@@ -58,8 +58,8 @@ def save_one_file(sharded: ShardedModel, path: str | Path, how: StateDict) -> Sa
 def _check_suffix(path: Path) -> None:
     if path.suffix not in (*PICKLED, ".safetensors"):
         raise CheckpointError(
-            f"{path.name} does not say which kind of file it shall be. Let it end with "
-            f"{', '.join(PICKLED)} (torch.load) or .safetensors."
+            f"{path.name}: unknown file type. Use {', '.join(PICKLED)} (torch.load) or "
+            ".safetensors."
         )
 
 
@@ -77,8 +77,8 @@ def write_one_file(path: Path, states: Mapping[str, Any]) -> tuple[int, int]:
                 raise
             except Exception as error:  # how these libraries say that a disk is full
                 raise CheckpointError(
-                    f"writing {path} failed: {error}. Look whether the disk is full, or save "
-                    "elsewhere. What was there before is as it was."
+                    f"writing {path} failed: {error}. Check whether the disk is full, or save "
+                    "elsewhere. An earlier file of that name is unchanged."
                 ) from error
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())

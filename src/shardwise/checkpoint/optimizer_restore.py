@@ -29,13 +29,13 @@ from shardwise.checkpoint.reader import TensorLocation, find_stored
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
-from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.optim.blockwise import SCALES, block_of, cut_inside, is_blockwise, state_shape
 from shardwise.optim.cut_state import is_scalar
 
 
 class StoredStates(NamedTuple):
-    """What a checkpoint, or rank 0's state dict, holds of optimizers.
+    """Optimizers' state in a checkpoint, or in rank 0's state dict.
 
     Attributes:
         records: one for each optimizer; see ``record_of``.
@@ -52,7 +52,7 @@ class StoredStates(NamedTuple):
 
 @dataclass(frozen=True)
 class _Saved:
-    """What is stored of one parameter."""
+    """The stored state of one parameter."""
 
     kind: str  # the optimizer's class
     group: int  # its number in that optimizer
@@ -120,7 +120,7 @@ class Restored:
         self.reordered = [*dict.fromkeys(_reordered(targets))]
 
     def requests(self) -> list[ReadRequest]:
-        """What is to be read, into state that exists or is made here."""
+        """Return the reads into state that exists or is made here."""
         requests = []
         for target in self._targets:
             state: dict[str, Any] = {}
@@ -151,7 +151,7 @@ class Restored:
                 group[key] = value
 
     def _dtype(self, target: _Target, key: str, place: TensorLocation) -> torch.dtype:
-        """As stored; that of the parameter, where it is converted and its state had its dtype."""
+        """Return the stored dtype; the parameter's, if converted and its state had its dtype."""
         alike = place.stored.dtype == self._converted.get(target.name)
         if alike and not _is_one(target, key, place) and not is_blockwise(target.optimizer):
             return target.shard.value.dtype
@@ -171,7 +171,7 @@ def _targets(
 
 
 def _parsed(stored: StoredStates) -> tuple[dict[str, _Saved], list[str]]:
-    """What is stored of each parameter in a group; and names of others that have state."""
+    """Return the stored state of each parameter in a group, and names of others that have state."""
     tensors: dict[str, dict[str, TensorLocation]] = {}
     for name, place in stored.places.items():
         key, _, param = name.partition("/")
@@ -199,7 +199,7 @@ def _parsed(stored: StoredStates) -> tuple[dict[str, _Saved], list[str]]:
 
 
 def _misfits(target: _Target) -> Iterator[str]:
-    """Why the parameter's state is left out, if it is."""
+    """Say why the parameter's state is left out, if it is."""
     kind = type(target.optimizer).__qualname__
     if target.saved.kind != kind:
         yield f"{target.name}: its state is of {target.saved.kind}, and {kind} holds it now"

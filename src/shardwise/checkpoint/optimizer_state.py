@@ -20,7 +20,7 @@ from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.local_shards import LocalShard, ParamShard, of_rank_0
 from shardwise.checkpoint.training_state import short_text
 from shardwise.errors import CheckpointError
-from shardwise.memory.shard_tensor import ShardTensor
+from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.optim.blockwise import block_of, state_shape, without_tables
 from shardwise.optim.cut_state import is_scalar
 
@@ -57,8 +57,8 @@ class Named:
         if id(param) not in self._by_id:
             raise CheckpointError(
                 f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(param.shape)} "
-                "that is none of this sharded model's, so it has no name to be stored by. Pass the "
-                "optimizer of this model's parameters."
+                "that does not belong to this sharded model, so it has no name in the checkpoint. "
+                "Pass the optimizer of this model's parameters."
             )
         return self._by_id[id(param)]
 
@@ -155,7 +155,7 @@ def optimizer_shards(optimizers: Optimizers, named: Named) -> tuple[list[LocalSh
 
 
 def facts_of(shards: Sequence[LocalShard], records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What rank 0 stores for all ranks, which must be alike on them, as short texts to compare."""
+    """Return what rank 0 stores for all ranks and must be alike on them, as short texts."""
     facts = {s.entry.name: str(s.value.item()) for s in shards if s.entry.everywhere}
     for number, record in enumerate(records):
         parts = {**record["values"]}
@@ -177,7 +177,7 @@ def part_of(key: str, value: Tensor, shard: ParamShard) -> Tensor:
     raise CheckpointError(
         f"optimizer state {key!r} of {shard.member.name!r} has shape {tuple(value.shape)}; the "
         f"parameter's shard has {tuple(shard.value.shape)} (of {tuple(shard.member.shape)}). Only "
-        "state with one value for each element, or one for the parameter, can be cut anew for "
+        "state with one value for each element, or one for the parameter, can be resharded for "
         "another number of ranks. Use an elementwise optimizer, or leave the optimizer out."
     )
 
@@ -211,7 +211,7 @@ def check_plain(value: Any, key: str, name: str) -> None:
             raise CheckpointError(
                 f"optimizer state {key!r} of {name!r} is a {type(value).__qualname__} of tensors. "
                 "Each rank has its own part of them, and only a tensor that is itself the state "
-                "can be cut anew for another number of ranks. Keep each under a key of its own, "
+                "can be resharded for another number of ranks. Keep each under a key of its own, "
                 f"such as '{key}_0', or leave the optimizer out."
             )
         check_plain(item, key, name)
@@ -221,6 +221,6 @@ def check_key(key: object, name: str) -> None:
     """Raises ``CheckpointError`` if no tensor can be stored under this key."""
     if not isinstance(key, str) or not key or "/" in key:
         raise CheckpointError(
-            f"the optimizer keeps state under the key {key!r} for {name!r}; only texts without "
+            f"the optimizer keeps state under the key {key!r} for {name!r}; only strings without "
             "'/' can be stored."
         )

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.collectives import raise_on_all, run_on_rank_0
 from shardwise.checkpoint.load_plan import misfit_error
-from shardwise.checkpoint.local_shards import ShardedModel, param_shards
+from shardwise.checkpoint.local_shards import param_shards
 from shardwise.checkpoint.optimizer_restore import Restored, StoredStates
 from shardwise.checkpoint.optimizer_state import (
     AS_BUILT,
@@ -34,6 +34,7 @@ from shardwise.checkpoint.state_dict import StateDict, joined, offered, receive,
 from shardwise.checkpoint.wrappers import bare_names, further_names
 from shardwise.errors import CheckpointError
 from shardwise.optim.blockwise import whole_of_parts
+from shardwise.optim.sharded_model import ShardedModel
 
 ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})
 """Options that state of older releases of torch lacks; they stay as the optimizer was made."""
@@ -203,9 +204,9 @@ def _check_form(states: Any) -> None:
         named, keys = [None], {}
     if not all(isinstance(name, str) for name in (*named, *keys)):
         raise CheckpointError(
-            "an optimizer state dict by parameter name is needed on rank 0, with a state by names "
-            "and param_groups whose params list names; a plain optimizer's has numbers there. Pass "
-            "by_name(state, names), or what optimizer_state_dict() gave."
+            "rank 0 needs an optimizer state dict with parameter names in state and in "
+            "param_groups; a plain optimizer's has numbers. Pass sw.by_name(state, names), or the "
+            "result of optimizer_state_dict()."
         )
     for name, of_name in keys.items():
         for key in of_name:

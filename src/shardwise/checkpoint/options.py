@@ -1,4 +1,4 @@
-"""How to save and to load, and what was saved and loaded: frozen, checked when they are made."""
+"""Options of saving and loading, and reports of both: frozen, checked when they are made."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from shardwise.arguments import checked
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.training_state import Document, Training
 from shardwise.errors import ConfigError, nearest
-from shardwise.printed import size
+from shardwise.errors.arguments import checked
+from shardwise.plan.printed import size
 
 KINDS = ("full", "sharded", "local")
 
@@ -55,7 +55,7 @@ class Part:
 @checked
 @dataclass(frozen=True)
 class SaveOptions:
-    """How to save.
+    """Options of a save.
 
     Attributes:
         kind: ``"sharded"``: every rank writes what it holds, into files that any number of ranks
@@ -69,11 +69,8 @@ class SaveOptions:
         names: which of the model's tensors are stored, by name, such as those of an adapter;
             ``None`` = all. What is loaded of them is then not ``strict``.
         snapshot_bytes: host memory that a rank may use to save in the background; what does not
-            fit is copied as the writing goes on, and ``save_async`` returns later. ``None``: see
+            fit is copied as the writing goes on, and the next step waits. ``None``: see
             ``budget_of``.
-        copied_by: when, in the background, all is copied that training may change: ``"return"`` of
-            ``save_async``; or the ``"next_step"`` of an optimizer, which waits for what is left.
-            Until then nothing else may change parameters or optimizer state (see ``Watched``).
         when_busy: to save in the background while the save before is still being written:
             ``"wait"`` for that one, or ``"skip"`` this one.
     """
@@ -85,7 +82,6 @@ class SaveOptions:
     files: Mapping[str, str | bytes] | None = None
     names: Callable[[str], bool] | None = None
     snapshot_bytes: int | None = None
-    copied_by: Literal["return", "next_step"] = "return"
     when_busy: Literal["wait", "skip"] = "wait"
 
     def __post_init__(self) -> None:
@@ -104,20 +100,16 @@ class SaveOptions:
                 f"({size(BLOCK)}, one block of a file)."
             )
 
-    @property
-    def is_live(self) -> bool:
-        """Do forward passes change buffers before all is copied?"""
-        return self.copied_by == "next_step"
-
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a caller asks to be saved: where, whose state, and how. No training: weights alone."""
+    """A request to save: where, whose state, and how. Without training state: weights alone."""
 
     path: str | Path
     optimizers: Sequence[Optimizer]
     training: Training | None
     options: SaveOptions
+    background: bool = False  # forward passes change buffers before all is copied
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded, and what was not.
+    """A report of what was loaded, and what was not.
 
     Attributes:
         checked: were bytes compared with checksums? A plain Hugging Face folder has none.
@@ -175,14 +167,14 @@ class Loaded:
 
     @property
     def position(self) -> Any:
-        """Where in the data the run was."""
+        """Return the run's position in its data."""
         return None if self.document is None else self.document.position
 
 
 @checked
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is to be loaded, and how strictly.
+    """Options of a load: what, and how strictly.
 
     Attributes:
         optimizers: whose state is restored.

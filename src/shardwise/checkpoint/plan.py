@@ -1,4 +1,4 @@
-"""Which byte of which file is whose: what is stored, who writes it, who reads it. Pure numbers.
+"""The bytes of each file: what is stored, who writes it, who reads it. Pure numbers.
 
 Tensors lie in a file in the order of their slots, so a rank's shard of a bucket is *one* range of
 the file, with the padding left out, and nothing has to be gathered.
@@ -108,7 +108,7 @@ class FilePlan:
 
     @cached_property
     def digest(self) -> str:
-        """Of what must be the same on every rank."""
+        """Return a digest of what must be the same on every rank."""
         text = hashlib.sha256(self.header)
         text.update(repr((self.spans, self.block)).encode())
         return text.hexdigest()[:12]
@@ -264,7 +264,7 @@ def _runs(entries: Sequence[Entry], tensors: Mapping[str, Stored]) -> list[Held]
 
 
 def _parts(runs: Iterable[Held]) -> list[Held]:
-    """Who writes what, before pages are looked at: the first rank that holds a part."""
+    """Assign parts to writers, before pages are looked at: each to the first rank that holds it."""
     parts: list[Held] = []
     for run in runs:
         if len(run.ranks) == 1:

@@ -1,4 +1,4 @@
-"""To complete a folder and give it its name: rank 0, when all bytes of tensors are on the disk.
+"""Publishing: rank 0 completes a folder and gives it its name when all tensors are on the disk.
 
 headers → small files → manifest → rename → folder: the end of each save, export and import.
 """
@@ -23,8 +23,8 @@ from shardwise.checkpoint.plan import BLOCK, FilePlan
 from shardwise.checkpoint.recognise import LATEST
 from shardwise.checkpoint.run_folder import read_manifest
 from shardwise.checkpoint.writer import Part, check_hosts, write_header
+from shardwise.config.version import __version__
 from shardwise.errors import CheckpointError
-from shardwise.version import __version__
 
 LAST_MOMENT = datetime.max.replace(tzinfo=UTC)
 

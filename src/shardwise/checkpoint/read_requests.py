@@ -44,7 +44,7 @@ class ReadRequest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the stored elements."""
+        """Number of bytes of the stored elements."""
         return self.out.numel() * self.dtype.itemsize
 
     @property

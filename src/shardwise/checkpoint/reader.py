@@ -27,7 +27,7 @@ PARTS = ("adapter_model", "rest")
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is: the file, and its bytes in that file."""
+    """The place of a tensor: its file, and its bytes in that file."""
 
     file: str
     stored: Stored

@@ -1,4 +1,4 @@
-"""What a folder is: by its name, by its manifest, and by the files in it.
+"""Recognition of a folder: by its name, by its manifest, and by the files in it.
 
 A manifest makes a checkpoint, whatever its name. Some names mean something else; and a name
 ``step-N`` says that shardwise began what has no manifest.

@@ -131,7 +131,7 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays.
+    """The rule by which checkpoints stay.
 
     Attributes:
         limit: how many, at least 1; those that stay in any case count.
@@ -145,7 +145,7 @@ class Retention:
 
 
 def expired(complete: Sequence[Checkpoint], keep: Retention) -> list[Path]:
-    """Which of these, the newest first, go. Pure."""
+    """Return which of these checkpoints, newest first, are to be removed. Pure."""
     measured = [one for one in complete if one.manifest.metric is not None]
     measured.sort(key=lambda one: one.manifest.metric or 0.0, reverse=keep.best == "highest")
     staying = {one.path for one in complete if one.manifest.token in keep.tokens}

@@ -211,8 +211,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _bad(file: str, fact: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(
-        f"{file} is not a whole safetensors file: {fact}. Nothing of it was used. Fetch or write "
-        "it again, or load another checkpoint."
+        f"{file} is not a complete safetensors file: {fact}. Nothing of it was used. Fetch or "
+        "write it again, or load another checkpoint."
     )
 
 

@@ -1,4 +1,4 @@
-"""To save: every rank writes its own bytes, and rank 0 publishes the folder.
+"""Saving: every rank writes its own bytes, and rank 0 publishes the folder.
 
     1. decide      what is stored in which bytes of which files; compared between ranks
     2. begin       rank 0 makes a partial folder and empty files; every rank must see it
@@ -38,7 +38,6 @@ from shardwise.checkpoint.folder import (
     new_token,
     remove_stale_partials,
 )
-from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.options import Saved, SaveOptions, SaveRequest
 from shardwise.checkpoint.publish import publish_files
 from shardwise.checkpoint.recognise import LATEST, is_ours, step_of
@@ -48,6 +47,7 @@ from shardwise.checkpoint.segments import exchange_edges, gathered
 from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Part, allocate, write_part
 from shardwise.errors import CheckpointError
+from shardwise.optim.sharded_model import ShardedModel
 
 log = logging.getLogger("shardwise")
 

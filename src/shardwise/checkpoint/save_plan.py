@@ -1,4 +1,4 @@
-"""What a save stores: the files before they are written, and this rank's bytes of them.
+"""The plan of a save: the files before they are written, and this rank's bytes of them.
 
 model.safetensors        parameters and persistent buffers, as Hugging Face names them
 training.json            step, scheduler, data position, groups of the optimizer …
@@ -21,7 +21,6 @@ from shardwise.checkpoint import checksum, manifest, training_state
 from shardwise.checkpoint.collectives import all_gather_object, raise_on_all
 from shardwise.checkpoint.local_shards import (
     LocalShard,
-    ShardedModel,
     held_whole,
     own_rows,
     param_shards,
@@ -35,9 +34,10 @@ from shardwise.checkpoint.segments import Segments
 from shardwise.checkpoint.wrappers import bare_names
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
+from shardwise.config.precision import dtype_name
 from shardwise.errors import CheckpointError, ScheduleError
 from shardwise.memory.parameters import Bucket
-from shardwise.precision import dtype_name
+from shardwise.optim.sharded_model import ShardedModel
 
 MODEL, OPTIMIZER, RANKS, REST = "model", "optimizer", "ranks", "rest"
 RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with
@@ -62,7 +62,7 @@ class SavePlan:
     alike: Mapping[str, str] = field(repr=False)
 
     def chunks(self, rank: int) -> Iterator[Chunk]:
-        """What ``rank`` writes, in order, with the memory that holds it now."""
+        """Yield what ``rank`` writes, in order, with the memory that holds it now."""
         for file, segments in zip(self.files, self.segments, strict=True):
             for start, stop in file.chunks(rank):
                 yield Chunk(file.name, start, stop, tuple(segments.between(start, stop)))
@@ -74,11 +74,11 @@ class SavePlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all files with tensors."""
+        """Number of bytes of all files with tensors."""
         return sum(file.size for file in self.files)
 
     def facts(self) -> dict[str, str]:
-        """What every rank must have alike, as short texts to compare."""
+        """Return what every rank must have alike, as short texts to compare."""
         files = {
             f"file {file.name}": f"{len(file.tensors)} tensors, {file.size:,} bytes, {file.digest}"
             for file in self.files
@@ -87,7 +87,7 @@ class SavePlan:
 
 
 class _LocalState(NamedTuple):
-    """What this rank stores, before the first collective."""
+    """State that this rank stores, before the first collective."""
 
     groups: Mapping[str, Sequence[LocalShard]]
     aliases: Mapping[str, str]
@@ -106,7 +106,7 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
         buffers = _differing_buffers(comm, model)
         own = {**local_state.own, **{BUFFER + name: value for name, value in buffers.items()}}
         rows = own_rows(own, comm.rank, comm.size)
-        groups[RANKS] = [row.clone() for row in rows] if options.is_live else rows
+        groups[RANKS] = [row.clone() for row in rows] if request.background else rows
         local = all_gather_object(comm, values["local"], "values of each rank")
         small[training_state.NAME] = training_state.document(
             training.step, values, local_state.records, local
@@ -131,8 +131,7 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     if (wanted := options.names) is not None:
         shards = [shard for shard in shards if wanted(shard.entry.name)]
         aliases = {alias: name for alias, name in aliases.items() if wanted(name)}
-    live = options.is_live
-    shards = [s.clone() if live and s.entry.everywhere else s for s in shards]
+    shards = [s.clone() if request.background and s.entry.everywhere else s for s in shards]
     small = _checked(options.files or {})
     if isinstance(wanted, Part):
         groups, aliases = _as_part(wanted, shards, aliases)

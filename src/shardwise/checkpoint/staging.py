@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.local_shards import ShardedModel
 from shardwise.checkpoint.optimizer_state import params_of
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.writer import Chunk, copy_pieces
 from shardwise.errors import CheckpointError
+from shardwise.optim.sharded_model import ShardedModel
 from shardwise.torch_internals import disable_torch_function, get_version
 
 MOST = 16 << 30  # bytes that a rank uses by default
@@ -116,7 +116,7 @@ class Copying:
                 self._copies.put(None)
 
     def chunks(self) -> Generator[Chunk]:
-        """What is to be written. Each lasts until the next is asked for; close it at the end."""
+        """Yield what is to be written. Each lasts until the next; close it at the end."""
         try:
             while (copy := self._next()) is not None:
                 try:
@@ -126,7 +126,7 @@ class Copying:
         finally:
             self.drain()
         if self._failed:
-            raise CheckpointError("what was to be saved could not all be copied")
+            raise CheckpointError("the state to save could not be copied completely")
 
     def drain(self) -> None:
         """Copy no more, and free all buffers, or whoever copies would wait for one.
@@ -168,16 +168,16 @@ class Watched:
             self._seen = [(name, value, _version(value)) for name, value in named]
 
     def changed(self) -> str:
-        """Why the copy cannot be kept: names of changed tensors. ``""`` if nothing changed."""
+        """Say why the copy cannot be kept: names of changed tensors. ``""`` if nothing changed."""
         with disable_torch_function():
             names = [name for name, value, version in self._seen if _version(value) != version]
         if not names:
             return ""
         more = f" and {len(names) - 1:,} more" * (len(names) > 1)
         return (
-            f"{names[0]}{more} changed after save_async(copied_by='next_step') was called and "
-            "before an optimizer stepped, so what was copied may be torn, and is not kept. Change "
-            "it after saving.wait(), or pass copied_by='return'."
+            f"{names[0]}{more} changed after save_async() was called and before an optimizer "
+            "stepped, so the copy may mix old and new values, and there is no checkpoint. Before "
+            "you modify it in place, call finish_copy() on the result of save_async()."
         )
 
 

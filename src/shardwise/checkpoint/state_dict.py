@@ -24,12 +24,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.arguments import checked, taken
 from shardwise.checkpoint.collectives import all_gather_object, run_on_rank_0
 from shardwise.checkpoint.load_plan import ModelPlan, misfit_error
 from shardwise.checkpoint.local_shards import (
     ParamShard,
-    ShardedModel,
     bare_member,
     held_whole,
     param_shards,
@@ -42,11 +40,13 @@ from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, dty
 from shardwise.checkpoint.wrappers import bare_names, further_names
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors.arguments import checked, taken
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.printed import size
+from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
+from shardwise.optim.sharded_model import ShardedModel
+from shardwise.plan.printed import size
+from shardwise.plan.units.units import Member
 from shardwise.torch_internals import buffers_of, parameters_of, tree_leaves, tree_map_only
-from shardwise.units.units import Member
 
 CONFIG = re.compile("(Full|Sharded|Local)(?:Optim)?StateDictConfig")
 """Classes of ``torch.distributed.fsdp``, known by their names without importing them."""
@@ -55,7 +55,7 @@ CONFIG = re.compile("(Full|Sharded|Local)(?:Optim)?StateDictConfig")
 @checked
 @dataclass(frozen=True)
 class StateDict:
-    """What ``sharded.state_dict`` and ``sharded.optimizer_state_dict`` give.
+    """Options of ``sharded.state_dict`` and ``sharded.optimizer_state_dict``.
 
     ``sw.StateDict.FULL``, ``.SHARDED`` and ``.LOCAL`` are the three kinds with these defaults.
 
@@ -88,11 +88,13 @@ class StateDict:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> StateDict:
-        """From the arguments of a caller: a policy, or a kind with the other fields beside it.
+        """Make options from a caller's arguments: a policy, or a kind and the other fields.
 
         torch's ``FullStateDictConfig(…)`` and the like are policies.
         """
         policy = given["kind"]
+        if type(policy).__name__ == "StateDictOptions":
+            raise _state_dict_options(policy.full_state_dict, policy.cpu_offload)
         if name := CONFIG.fullmatch(type(policy).__name__):
             rank0_only = vars(policy).get("rank0_only", False)
             policy = cls(name[1].lower(), policy.offload_to_cpu, rank0_only)
@@ -101,7 +103,8 @@ class StateDict:
         others = [item for item in fields(cls) if item.name != "kind"]
         if beside := [item.name for item in others if given[item.name] != item.default]:
             raise ConfigError(
-                f"{', '.join(beside)} beside a StateDict, which says all of it. Put it into that."
+                f"{', '.join(beside)} was passed besides a StateDict, which has these options. "
+                "Set it there."
             )
         return policy
 
@@ -110,7 +113,7 @@ class StateDict:
         return self.names is None or any(map(self.names, names))
 
     def facts(self) -> dict[str, str]:
-        """What every rank must ask for alike, as short texts to compare."""
+        """Return what every rank must ask for alike, as short texts to compare."""
         return {"kind of state dict": str(self.kind), "rank0_only": str(self.rank0_only)}
 
     def part(self, value: Tensor, shard: ParamShard | None = None) -> Tensor:
@@ -140,6 +143,16 @@ log = logging.getLogger("shardwise")
 
 
 # --- out -------------------------------------------------------------------------------------
+
+
+def _state_dict_options(full: bool, offload: bool) -> ConfigError:
+    """Answer torch's StateDictOptions, whose whole and offloaded state is rank 0's."""
+    only = ", rank0_only=True" * (full and offload)
+    return ConfigError(
+        "kind is a StateDictOptions of torch.distributed.checkpoint, which is no kind. Write "
+        f"{'full' if full else 'sharded'!r}, offload_to_cpu={offload}{only} in its place; names=… "
+        "leaves out what is frozen."
+    )
 
 
 def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
@@ -263,7 +276,7 @@ def _without_extra_state(states: Any) -> Any:
 
 
 def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, TensorLocation]:
-    """What rank 0 has, on every rank: each tensor in a "file" of its own name. A collective."""
+    """Return on every rank rank 0's tensors: each in a "file" of its own name. A collective."""
     index = run_on_rank_0(comm, "names of a state dict", lambda: _index(tensors))
     return {
         name: TensorLocation(
@@ -276,8 +289,8 @@ def offered(comm: Comm, tensors: Mapping[str, Tensor]) -> dict[str, TensorLocati
 def _index(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     if not isinstance(tensors, Mapping):
         raise CheckpointError(
-            f"rank 0's state dict is a {type(tensors).__qualname__}. Pass a dict of names and "
-            "whole tensors there; what other ranks pass is not looked at."
+            f"rank 0's state dict is a {type(tensors).__qualname__}. Pass a dict of names and full "
+            "tensors there; other ranks' arguments are ignored."
         )
     for name, value in tensors.items():
         if not isinstance(name, str):
@@ -286,9 +299,9 @@ def _index(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]
         known = type(value) in (Tensor, nn.Parameter)
         if not known or value.layout is not torch.strided or value.is_meta:
             raise CheckpointError(
-                f"{name!r} in the state dict is a {type(value).__name__}, and no whole, dense "
-                "tensor with values. Pass what state_dict('full') gave; full_tensor(), called on "
-                "every rank, makes a whole tensor of a ShardTensor and of a DTensor."
+                f"{name!r} in the state dict is a {type(value).__name__}, not a full, dense tensor "
+                "with values. Pass the result of state_dict('full'); full_tensor(), called on "
+                "every rank, gathers a ShardTensor or a DTensor."
             )
     return {n: (code_of(v.dtype, n), tuple(v.shape)) for n, v in tensors.items()}
 

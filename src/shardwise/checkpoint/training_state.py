@@ -1,4 +1,4 @@
-"""What a run needs to go on where it stopped, beside parameters and optimizer state.
+"""State of a run beside parameters and optimizer: what it needs to go on where it stopped.
 
 Tensors of it are in safetensors files; the rest is one JSON document, ``training.json``. Random
 generators are stored as bytes of fixed size, for each rank. With another number of ranks the
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.arguments import named
 from shardwise.checkpoint import json_codec
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.errors.arguments import named
 
 NAME = "training.json"
 VERSION = 1
@@ -40,7 +40,7 @@ class Stateful(Protocol):
 @named
 @dataclass(frozen=True)
 class Training:
-    """Where a run stands.
+    """The point that a run has reached.
 
     Attributes:
         step: optimizer steps taken so far; ``None``: the number in the folder's name.
@@ -132,7 +132,7 @@ def values_of(training: Training) -> dict[str, Any]:
 
 
 def facts_of(training: Training, values: Mapping[str, Any]) -> dict[str, str]:
-    """What must be alike on every rank, as short texts to compare."""
+    """Return what must be alike on every rank, as short texts to compare."""
     texts = {key: json.dumps(values[key], sort_keys=True) for key in _ALIKE}
     facts = {f"training.{key}": short_text(text) for key, text in texts.items()}
     return facts | {"training.step": str(training.step)}

@@ -18,7 +18,7 @@ MODULE = "module"  # so DDP, DataParallel and AveragedModel call what they hold;
 
 
 def bare_names(model: nn.Module) -> Callable[[str], str]:
-    """What gives a tensor of ``model`` the name that it has without wrappers."""
+    """Return a function that gives a tensor of ``model`` its name without wrappers."""
     paths = (path for path, module in model.named_modules() if isinstance(module, AveragedModel))
     return partial(bare, held=frozenset(f"{path}.{MODULE}".lstrip(".") for path in paths))
 

@@ -47,7 +47,7 @@ def copy_pieces(pieces: Iterable[Tensor], into: Tensor) -> None:
 
 
 class Part(NamedTuple):
-    """What one rank wrote, by file, and on which host; or the error that stopped it."""
+    """The bytes that one rank wrote, by file, and its host; or the error that stopped it."""
 
     pieces: Mapping[str, Sequence[Piece]]
     error: str = ""
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
     @classmethod
     def decode(cls, fields: Sequence[Any]) -> Part:
-        """From JSON, which has lists for tuples."""
+        """Rebuild from JSON, which has lists for tuples."""
         pieces, error, host = fields
         return cls({name: [tuple(p) for p in some] for name, some in pieces.items()}, error, host)
 
@@ -190,7 +190,7 @@ def _write_at(file: int, buffers: Sequence[memoryview], at: int) -> None:
 
 
 def _set_off(file: int, start: int, count: int) -> None:
-    """Let the kernel begin to write to the disk now, so that ``fsync`` waits for less.
+    """Ask the kernel to begin writing to the disk now, so that ``fsync`` waits for less.
 
     The result is not looked at: ``fsync`` reports errors of the disk.
     """

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.diagnostic_commands import COMMANDS, CONTEXT_SETTINGS
+from shardwise.config.version import __version__
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardwise.train.config import Recipe
+    from shardwise.recipe.recipe import Recipe
 
 __all__ = ["commands"]
 
@@ -26,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="shardwise", message="%(package)s %(version)s")
+@click.version_option(__version__, message="shardwise %(version)s")
 def commands() -> None:
     """Fully sharded data-parallel training that can be planned, read and trusted."""
 
@@ -68,7 +69,7 @@ class _TrainCommand(click.Command):
     """A command whose help ends with every key of a recipe and its default, by section."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from shardwise.train.config import keys
+        from shardwise.recipe.recipe import keys
 
         sections: dict[str, list[str]] = {}
         for key in keys():
@@ -147,7 +148,7 @@ def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: 
 def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
     """The recipe; under a launcher its errors are printed once, not by every rank."""
     from shardwise.launch.error_files import write_error_file
-    from shardwise.train.recipe import read_recipe
+    from shardwise.recipe.read import read_recipe
 
     try:
         processes = ("--nproc", "--restarts", "--kill-rank", "--rehearse")
@@ -169,7 +170,7 @@ def recipe(name: str | None, file: Path | None) -> None:
 
     FILE is NAME.yaml if it is left out; an existing file is not replaced.
     """
-    from shardwise.train.shipped import shipped, write_copy
+    from shardwise.recipe.shipped import shipped, write_copy
 
     if name is None:
         for each, path in shipped().items():

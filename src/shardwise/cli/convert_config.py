@@ -112,7 +112,7 @@ def _dump(tree: dict[str, Any], dialect: str) -> str:
 
 
 def _load(path: Path, text: str, is_typed: bool) -> tuple[dict[str, Any], str | None]:
-    """What is set, and its dialect, if that is known before its keys are.
+    """Return the settings and their dialect, if that is known before the keys are.
 
     Raises:
         ConfigError: a program cannot be parsed, or of a command nothing is known.
@@ -163,7 +163,7 @@ def _check_command(path: Path, text: str, options: dict[str, Any]) -> None:
 
 
 def _by_key(settings: Iterator[Setting]) -> dict[str, Any]:
-    """By key, as the last line says; units are sharded in one way.
+    """Group by key, as the last line says; units are sharded in one way.
 
     Raises:
         ConfigError: two calls of FSDP say different things.
@@ -182,7 +182,7 @@ def _by_key(settings: Iterator[Setting]) -> dict[str, Any]:
 
 
 def _tree(path: Path, text: str) -> dict[str, Any]:
-    """Of JSON, YAML, or lines ``NAME=value``."""
+    """Parse JSON, YAML, or lines ``NAME=value``."""
     try:
         tree = yaml.safe_load(text)  # JSON, too
     except yaml.YAMLError as error:

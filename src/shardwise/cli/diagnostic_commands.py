@@ -133,7 +133,7 @@ def trace(model: str | None, **options: Any) -> None:
 
 # --- explain ---------------------------------------------------------------------------------
 
-OFFLOADS = click.Choice(["parameters", "gradients", "optimizer"])
+OFFLOADS = click.Choice(["none", "optimizer", "everything"])
 OPTIMIZERS = click.Choice(["adamw", "adamw_8bit", "sgd", "momentum"])
 EXPLAIN = """\
 Explain WORD of the field in a few sentences, with numbers of two ranks where they help.
@@ -161,7 +161,7 @@ Examples:
 @MESH
 @click.option("--strategy", help="Of `step`.  [default: a recipe's, or full_shard]")
 @click.option("--optimizer", type=OPTIMIZERS, help="[default: a recipe's, or adamw]")
-@click.option("--offload", type=OFFLOADS, multiple=True, help="What is in host memory.")
+@click.option("--offload", type=OFFLOADS, help="What is in host memory.")
 @click.option(
     "--accumulation",
     type=click.IntRange(min=1),
@@ -255,7 +255,7 @@ def data() -> None:
 def data_show(recipe: str, number: int, rehearse: bool, overrides: tuple[str, ...]) -> None:
     """The command; its help is ``DATA_SHOW``."""
     from shardwise.cli.show_data import run_data_show
-    from shardwise.train.recipe import read_recipe
+    from shardwise.recipe.read import read_recipe
 
     run_data_show(read_recipe(recipe, overrides), number, rehearse)
 

@@ -14,20 +14,21 @@ from typing import Any
 import click
 import torch
 
-from shardwise.accelerators import ROWS, Accelerator, peak, row
 from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.cli.tables import table
-from shardwise.comm.connect import connect, load_backend
-from shardwise.comm.devices import detect, device_module
-from shardwise.comm.environment import read_launch
+from shardwise.comm.machine.accelerators import ROWS, Accelerator, peak, row
+from shardwise.comm.machine.connect import connect, load_backend
+from shardwise.comm.machine.devices import detect, device_module
+from shardwise.comm.machine.environment import read_launch
+from shardwise.comm.machine.meeting import probe
 from shardwise.comm.protocol import Comm
+from shardwise.config.precision import dtype_name
+from shardwise.config.version import __version__
 from shardwise.doctor.conformance import CHECKS, Result, conform
 from shardwise.doctor.machine import Devices, Package, device_name, devices, packages, variables
 from shardwise.errors import ShardwiseError
 from shardwise.launch.error_files import write_error_file
 from shardwise.launch.launcher import exit_with_launcher, start
-from shardwise.precision import dtype_name
-from shardwise.version import __version__
 
 __all__ = ["Examination", "run_doctor"]
 
@@ -36,7 +37,7 @@ CPU_RANKS = 2  # of the conformance suite, where there is no accelerator
 
 @dataclass(frozen=True)
 class Examination:
-    """What to look at, and where to write it down."""
+    """Options of ``doctor``: what to look at, and where to write it down."""
 
     conformance: bool
     device: str | None
@@ -91,13 +92,17 @@ def _look(wanted: Examination) -> None:
     if launch := read_launch(os.environ):  # or why a launcher's variables start no run
         where = f", which meet at {launch.address}:{launch.port}" if launch.address else ""
         click.echo(f"launch    rank {launch.rank} of {launch.size}{where}")
+        click.echo(f"meeting   {probe(launch)}" if where else "meeting   no address is set")
     if unfit := [one.name for one in found if not one.fits]:
         raise ShardwiseError(f"missing, or too old: {', '.join(unfit)}. Install what is needed.")
 
 
 def _package_lines(found: Sequence[Package]) -> list[str]:
-    rows = [(one.name, one.found or "none", one.needed, "" if one.fits else "NO") for one in found]
-    return table(rows, ["package", "found", "needed", ""], left=4)
+    rows = [
+        (one.name, one.found or "none", one.needed, one.tested, "" if one.fits else "NO")
+        for one in found
+    ]
+    return table(rows, ["package", "found", "needed", "newest tested", ""], left=5)
 
 
 def _device_lines(seen: Sequence[Devices]) -> list[str]:

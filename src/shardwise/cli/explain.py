@@ -15,14 +15,13 @@ import click
 from shardwise.cli.models import Named, named_model
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
-from shardwise.explain.accumulation import Accumulated, accumulated
-from shardwise.explain.memory import Kept, blueprints, table_of
-from shardwise.explain.words import Word, find, words
+from shardwise.doctor.accumulation import Accumulated, accumulated
+from shardwise.doctor.words import Word, find, words
 from shardwise.hf.preparation import packed_elements
-from shardwise.offload import Offload
-from shardwise.printed import size
-from shardwise.setup import order
-from shardwise.tracing.blueprint import draw
+from shardwise.plan import order
+from shardwise.plan.bytes import Kept, blueprints, table_of
+from shardwise.plan.draw import draw
+from shardwise.plan.printed import size
 from shardwise.train.optimizer import blocksize_of
 
 __all__ = ["About", "run_explain"]
@@ -30,22 +29,21 @@ __all__ = ["About", "run_explain"]
 
 @dataclass(frozen=True)
 class About:
-    """What the command was asked about; ``None`` and ``()``: as a recipe says."""
+    """Arguments of the command; ``None`` and ``()``: as a recipe says."""
 
     ranks: int | None = None
     mesh: tuple[int, int] | None = None  # for hybrids
     strategy: str | None = None
     optimizer: str | None = None
-    offload: tuple[str, ...] = ()
+    offload: str | None = None
     accumulation: int | None = None  # micro-batches of a step
     as_json: bool = False
 
     def of(self, named: Named) -> tuple[str, dict[str, Any]]:
         """The optimizer, and the arguments of ``shard()``: as given, as a recipe says, or usual."""
         optimizer = self.optimizer or named.optimizer
-        usual = {"strategy": "full_shard", "mesh": None, "offload": Offload()}
-        offload = self.offload and Offload(**dict.fromkeys(self.offload, True))
-        own = {"strategy": self.strategy, "mesh": self.mesh, "offload": offload}
+        usual = {"strategy": "full_shard", "mesh": None, "offload": "none"}
+        own = {"strategy": self.strategy, "mesh": self.mesh, "offload": self.offload}
         given = {name: value for name, value in own.items() if value}
         blocksize = {"blocksize": blocksize_of(optimizer)}
         return optimizer, {**usual, **named.arguments, **given, **blocksize}
@@ -79,7 +77,7 @@ def _list() -> Iterator[str]:
 def _word(word: Word) -> Iterator[str]:
     yield from wrap(word.text, 96)
     if word.demo:
-        from shardwise.explain.demos import demonstrate
+        from shardwise.doctor.demos import demonstrate
 
         yield ""
         yield from (f"    {line}" for line in demonstrate(word.demo))
@@ -91,7 +89,7 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
     named = named_model(model)
     optimizer, arguments = about.of(named)
     del arguments["strategy"]  # each has a row
-    ranks, offloads = about.world(arguments["mesh"]), any(astuple(arguments["offload"]))
+    ranks, offloads = about.world(arguments["mesh"]), arguments["offload"] != "none"
     rows, ways = table_of(named.model, (0, ranks), optimizer, **arguments), list[Accumulated]()
     if about.accumulation:
         drawn = blueprints(named.model, (0, ranks), **arguments)

@@ -28,7 +28,7 @@ from shardwise.convert.export import (
 )
 from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import ConfigError
-from shardwise.printed import size
+from shardwise.plan.printed import size
 
 __all__ = ["ExportArguments", "parse_size", "run_export"]
 

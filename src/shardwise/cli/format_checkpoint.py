@@ -20,8 +20,8 @@ from shardwise.cli.runs import Listed, Run
 from shardwise.cli.tables import table
 from shardwise.convert.catalogue import Catalogue, Damage, Listing, OneFile
 from shardwise.errors import CheckpointError
-from shardwise.printed import size
-from shardwise.units.names import group_names
+from shardwise.plan.printed import size
+from shardwise.plan.units.names import group_names
 
 __all__ = ["WIDTH", "dtype_name", "format_checkpoint", "format_damage", "format_run", "shorten"]
 
@@ -149,7 +149,7 @@ def _header(catalogue: Catalogue) -> list[str]:
 
 
 def _placement(manifest: Manifest) -> str:
-    """How the state was placed on the ranks that wrote it."""
+    """Say how the state was placed on the ranks that wrote it."""
     if manifest.world == 1:
         return "all on one rank"
     if manifest.strategy == "no_shard":

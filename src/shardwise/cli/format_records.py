@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.cli.format_names import escape
 from shardwise.cli.tables import table
-from shardwise.printed import size
+from shardwise.plan.printed import size
 from shardwise.train.records import (
     Built,
     Busy,
@@ -24,6 +24,7 @@ from shardwise.train.records import (
     Prepared,
     PreparedSamples,
     Record,
+    Replaced,
     Resumed,
     Sampled,
     Saved,
@@ -198,6 +199,15 @@ def _complete(r: Complete) -> str:
     )
 
 
+def _replaced(r: Replaced) -> str:
+    had = "did not finish" if r.steps is None else f"finished at step {r.steps:,}"
+    return _labelled(
+        "replaces",
+        f"the run in {r.folder} that {had}, since run.overwrite is true, and deletes it at the "
+        "first save. To train that one longer: --run.overwrite false, and more --run.steps",
+    )
+
+
 def _predicted(r: Predicted) -> str:
     together = r.parameters + r.gradients + r.optimizer
     host = f"; {size(r.in_host)} in host memory" if r.in_host else ""
@@ -255,6 +265,7 @@ _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Resumed: lambda r: [_resumed(r)],
     Stopped: lambda r: [_stopped(r)],
     Complete: lambda r: [_complete(r)],
+    Replaced: lambda r: [_replaced(r)],
     Finished: _finished,
 }
 

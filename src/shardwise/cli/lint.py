@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from shardwise.cli.format_names import escape, plural
-from shardwise.lint import DEFECTS, lint
+from shardwise.dialects.lint import DEFECTS, lint
 
 __all__ = ["run_lint", "run_rules"]
 

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.recipe.shipped import shipped
 from shardwise.tracing.stages import Inputs
-from shardwise.train.shipped import shipped
 
 __all__ = ["Named", "named_model"]
 
@@ -70,8 +70,8 @@ def named_model(name: str | None) -> Named:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"{name} gave a {type(model).__name__}, and not a module. Let it return an nn.Module, "
-            "or a module and its input: return model, torch.randn(8, 64)."
+            f"{name} gave a {type(model).__name__}, and not a module. Return an nn.Module, or a "
+            "module and its input: return model, torch.randn(8, 64)."
         )
     return Named(model, inputs)
 
@@ -84,10 +84,10 @@ def _example() -> Named:
 
 
 def _decoder(path: str) -> Named:
+    from shardwise.recipe.read import read_recipe
+    from shardwise.recipe.shard_arguments import shard_arguments
     from shardwise.train.decoder import Decoder
     from shardwise.train.model_folder import on_meta
-    from shardwise.train.recipe import read_recipe
-    from shardwise.train.shard_arguments import shard_arguments
 
     recipe = read_recipe(path, (), ())
     settings = recipe.optimizer.name.removeprefix("paged_"), shard_arguments(recipe.sharding)
@@ -132,8 +132,8 @@ def _as_its_own_program(place: str) -> Iterator[None]:
         own = [frame for frame in frames if frame.filename.startswith(folder)]
         line = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
         raise ConfigError(
-            f"{place} ended with {type(error).__name__}, so it gives no model: {line}{why}. What "
-            'trains belongs below `if __name__ == "__main__":`, where it does not run here.'
+            f"{place} ended with {type(error).__name__}, so it gives no model: {line}{why}. Put "
+            'training code below `if __name__ == "__main__":`, which does not run here.'
         ) from error
     finally:
         sys.path[:], sys.argv = path, argv

@@ -25,7 +25,7 @@ LOGGED = {
 
 @contextmanager
 def without_their_noise() -> Iterator[None]:
-    """Inside the block exactly these messages are not shown."""
+    """Silence exactly these messages inside the block."""
     filters = {logging.getLogger(name): _Without(text) for name, text in LOGGED.items()}
     for logger, without in filters.items():
         logger.addFilter(without)

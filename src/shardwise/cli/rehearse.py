@@ -11,8 +11,8 @@ import click
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
 from shardwise.errors import ShardwiseError
-from shardwise.train.config import Recipe
-from shardwise.train.recipe import to_yaml
+from shardwise.recipe.read import to_yaml
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.rehearsal import RANKS, Rehearsal
 
 __all__ = ["run_rehearsal"]

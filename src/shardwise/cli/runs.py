@@ -1,4 +1,4 @@
-"""What a path on the command line means: a run, one of its checkpoints, the newest complete one.
+"""A path on the command line: a run, one of its checkpoints, or the newest complete one.
 
 Everything is found by names and sizes; no bytes of tensors are read.
 """
@@ -45,7 +45,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder holds.
+    """Contents of a run's folder.
 
     Attributes:
         folder: the one that holds the checkpoints.

@@ -16,18 +16,18 @@ from rich.text import Text
 
 from shardwise.cli.format_records import format_record
 from shardwise.cli.tables import table
-from shardwise.comm.local import LocalComm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import DataConfig
 from shardwise.train.batches import IGNORED, RowSource
 from shardwise.train.data import Data, prepare
-from shardwise.train.data_config import DataConfig
 from shardwise.train.folder import Folder
 from shardwise.train.model_folder import with_tokenizer
 from shardwise.train.packed import SampleRows
 from shardwise.train.streams import StreamedRows
 
 if TYPE_CHECKING:
-    from shardwise.train.config import Recipe
+    from shardwise.recipe.recipe import Recipe
 
 __all__ = ["run_data_show"]
 

@@ -14,7 +14,7 @@ import click
 from shardwise.cli.models import named_model
 from shardwise.cli.tables import table
 from shardwise.errors import ConfigError, nearest
-from shardwise.tracing.blueprint import mesh_of
+from shardwise.plan.draw import mesh_of
 from shardwise.tracing.stages import Stage, Trace, trace
 
 __all__ = ["Asked", "run_trace", "side_by_side"]
@@ -26,7 +26,7 @@ FOLDED = 3  # equal lines that are shown around a difference
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked for.
+    """Arguments of the command.
 
     Attributes:
         strategy, world, rank: what is traced.
@@ -48,8 +48,8 @@ def run_trace(model: str | None, asked: Asked) -> None:
     named = named_model(model)
     if named.inputs is None:
         raise ConfigError(
-            f"{model} gives no input, so there is nothing to trace. Let it return both: "
-            "return model, torch.randn(8, 64)."
+            f"{model} returns no input, so there is nothing to trace. Return both: return model, "
+            "torch.randn(8, 64)."
         )
     world = prod(asked.mesh) if asked.mesh else asked.world
     ranks, strategies = (asked.rank, world), asked.diff or (asked.strategy,)

@@ -19,16 +19,16 @@ from shardwise.cli.format_records import format_record
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.progress import reporter
 from shardwise.cli.tables import table
-from shardwise.comm.connect import connect
-from shardwise.comm.devices import device_count
-from shardwise.comm.environment import Launch, read_launch
+from shardwise.comm.machine.connect import connect
+from shardwise.comm.machine.devices import device_count
+from shardwise.comm.machine.environment import Launch, read_launch
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.launch.error_files import record_errors, write_error_file
 from shardwise.launch.launcher import EXIT_STOPPED, exit_with_launcher, launch_attempt, start
 from shardwise.launch.signals import save_and_stop_signals
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import accumulation
-from shardwise.train.config import Recipe
 from shardwise.train.loop import train
 from shardwise.train.records import Complete, Emit, Record
 from shardwise.train.requests import SignalRequests

@@ -75,7 +75,7 @@ class HostMemory(Memory):
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """What is issued inside follows what the current stream was given, and is not awaited."""
+        """Order copies in the block after the current stream's work, and do not wait for them."""
         if not self._pins:
             yield
             return

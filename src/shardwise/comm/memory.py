@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, UntypedStorage
 
-from shardwise.comm.arena import Heap, SymmetricHeap
+from shardwise.comm.transports.arena import Heap, SymmetricHeap
 
 
 class Memory:
@@ -31,15 +31,15 @@ class Memory:
         self._device = device
 
     def shard(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """For parameters at rest."""
+        """Allocate memory for sharded parameters."""
         return self._new(numel, dtype)
 
     def full(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """For a full bucket; called in the same order on every rank."""
+        """Allocate a full bucket; called in the same order on every rank."""
         return self._new(numel, dtype)
 
     def gradient(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """For tensors that are sent or summed."""
+        """Allocate tensors that are sent or summed."""
         return self._new(numel, dtype)
 
     def free(self, storage: UntypedStorage) -> None:

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError
-from shardwise.schedule.placement import Placement
 
 Ranks = ProcessGroup | DeviceMesh
 """Ranks as torch names them."""
@@ -56,12 +55,13 @@ class Shape(NamedTuple):
 
 
 def shape_of(
-    placement: Placement, world: int, mesh: object, local_size: int | None
+    strategy: str, hybrid: bool, world: int, mesh: object, local_size: int | None
 ) -> Shape | None:
     """The grid of a hybrid strategy; ``None`` if the strategy has one axis.
 
     Args:
-        placement: the model's.
+        strategy: the model's, for errors.
+        hybrid: it uses two axes.
         world: number of ranks.
         mesh: ``(replicate, shard)``, or a ``DeviceMesh`` of two axes; otherwise a row of the grid
             is a host.
@@ -74,10 +74,10 @@ def shape_of(
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         mesh = tuple(mesh.mesh.shape)
     axes = _axes(mesh) if isinstance(mesh, (tuple, list)) else None
-    if not placement.hybrid:
+    if not hybrid:
         if axes is not None:
             raise ConfigError(
-                f"strategy {placement.name!r} uses one axis, and the mesh has two, {axes}. Choose "
+                f"strategy {strategy!r} uses one axis, and the mesh has two, {axes}. Choose "
                 'a hybrid, such as "hybrid_shard", or pass one axis of the mesh.'
             )
         return None
@@ -86,7 +86,7 @@ def shape_of(
     local_size = 1 if world == 1 else local_size
     if local_size is None:
         raise ConfigError(
-            f"strategy {placement.name!r} needs a mesh of two axes, and LOCAL_WORLD_SIZE, which "
+            f"strategy {strategy!r} needs a mesh of two axes, and LOCAL_WORLD_SIZE, which "
             f"says how many of the {world} ranks are on a host, is not set. Pass "
             f"mesh=(replicate, shard), such as mesh=(1, {world})."
         )

@@ -17,9 +17,9 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from shardwise.arguments import checked
 from shardwise.comm.memory import Memory
 from shardwise.errors import ConfigError
+from shardwise.errors.arguments import checked
 
 CLOSED = "it closed its communicator"
 

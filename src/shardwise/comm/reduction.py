@@ -36,7 +36,7 @@ class PendingReduction(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of one bucket are averaged over ranks."""
+    """The averaging of one bucket's gradients over ranks."""
 
     wire: torch.dtype  # that is sent; int8 and fp8 in blocks
     sum: torch.dtype  # of the sum, equal or wider

@@ -66,7 +66,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What one checkpoint, one folder of weights, or one safetensors file holds."""
+    """Contents of one checkpoint, one folder of weights, or one safetensors file."""
 
     path: Path
     manifest: Manifest | None  # None for what shardwise did not write
@@ -183,7 +183,7 @@ def stem_of(name: str) -> str:
 
 
 def _tried(problems: list[str], read: Callable[[], T]) -> T | None:
-    """What ``read`` returns; or ``None``, and its error is added to ``problems``."""
+    """Return what ``read`` returns; or ``None``, and its error is added to ``problems``."""
     try:
         return read()
     except CheckpointError as error:

@@ -77,7 +77,7 @@ def _write(states: dict[str, Any], folder: Path, planner: _LatePlanner) -> None:
         if isinstance(cause, (OSError, CheckpointError)):
             raise cause from error
         raise CheckpointError(
-            f"writing {folder} failed: {cause!s:.300}. Look whether the disk is full, or export "
+            f"writing {folder} failed: {cause!s:.300}. Check whether the disk is full, or export "
             "elsewhere."
         ) from error
 

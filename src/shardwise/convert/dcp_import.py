@@ -63,7 +63,7 @@ def import_checkpoint(
 
 
 def _optimizer_tensors(normalized: NormalizedState) -> dict[str, TorchTensor]:
-    """By names such as ``exp_avg/layers.0.weight``, key by key."""
+    """Group tensors by names such as ``exp_avg/layers.0.weight``, key by key."""
     tensors = [
         (key, name, value)
         for name, values in normalized.state.items()

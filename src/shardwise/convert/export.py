@@ -40,7 +40,6 @@ from shardwise.convert.writer import (
     write_folder,
 )
 from shardwise.errors import CheckpointError
-from shardwise.precision import dtype_name
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What is cast. Eight-bit floats stay: without their scales they mean nothing."""
@@ -48,7 +47,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How to export."""
+    """Options of an export."""
 
     dtype: torch.dtype | None = None  # of floating-point weights; None: as stored
     max_file_size: int = 5_000_000_000  # bytes of tensors in a file, unless one tensor has more
@@ -126,7 +125,7 @@ def export_torch_file(
 
 
 def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:
-    """Where each tensor is, by kind and name: weights, and with ``whole`` all other state."""
+    """Locate each tensor, by kind and name: weights, and with ``whole`` all other state."""
     if source.manifest is None and not source.only:
         check_foreign(source.folder)
     places = {MODEL: source.weights()}
@@ -158,7 +157,7 @@ def _plans(
     """The new files of each kind; only weights are cast."""
     target = None if options.dtype is None else code_of(options.dtype, "--dtype")
     if target not in (None, *FLOATS):
-        known = ", ".join(dtype_name(DTYPES[code]) for code in FLOATS)
+        known = ", ".join(str(DTYPES[code]).removeprefix("torch.") for code in FLOATS)
         raise CheckpointError(f"weights cannot be cast to {options.dtype}; choose one of {known}.")
     plans = {}
     for kind, by_name in places.items():
@@ -266,7 +265,7 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
 
     def changed(key: str, value: Any) -> Any:
         if key in ("dtype", "torch_dtype") and isinstance(value, str):
-            return dtype_name(dtype)
+            return str(dtype).removeprefix("torch.")
         is_config = key.endswith("_config") and key != "quantization_config"
         if not is_config or not isinstance(value, dict):
             return value
@@ -276,7 +275,7 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
         fields = json.loads(config)
     except (ValueError, RecursionError):
         raise CheckpointError(
-            "config.json is not JSON, so the new dtype cannot be written to it. Mend it, or export "
-            "without --dtype."
+            "config.json is not JSON, so the new dtype cannot be written to it. Correct it, or "
+            "export without --dtype."
         ) from None
     return json.dumps(changed("_config", fields), indent=2, ensure_ascii=False).encode() + b"\n"

@@ -38,7 +38,7 @@ class Group:
 
 @dataclass
 class NormalizedState:
-    """What checkpoints of torch hold, in one form."""
+    """Checkpoints of torch, in one form."""
 
     weights: dict[str, TorchTensor] = field(default_factory=dict)  # in the order of the source
     # parameter (name, or number) → key → tensor, or another value as JSON

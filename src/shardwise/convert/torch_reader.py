@@ -99,7 +99,7 @@ def _explained(source: Path, what: str) -> Iterator[None]:
         ) from None
     except Exception as error:
         raise CheckpointError(
-            f"{source}: {what}: {type(error).__name__}: {error!s:.300}. Look whether it is "
+            f"{source}: {what}: {type(error).__name__}: {error!s:.300}. Check whether it is "
             "complete, and written by torch."
         ) from error
 

@@ -1,4 +1,4 @@
-"""Where results go, and how a new checkpoint's folder gets there, whole or not at all.
+"""The destination of a conversion: a new checkpoint's folder arrives there complete or not at all.
 
 files in full size → tensors, block by block → what every save ends with (``checkpoint.publish``)
 """
@@ -34,7 +34,7 @@ def no_progress(_done: int, _total: int) -> None:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written.
+    """A report of what was written.
 
     Attributes:
         tensors, nbytes: how many, and how large, with optimizer state if there is any.
@@ -98,7 +98,7 @@ def write_folder(
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a result goes."""
+    """The place that a result is written to."""
 
     path: Path  # absolute
     form: Literal["hf", "dcp", "pt"] = "hf"  # safetensors, torch's DCP, or one file of torch

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.config.precision import Precision
+from shardwise.config.prefetch import Prefetch
 from shardwise.dialects.interpret import Report
-from shardwise.offload import Offload
-from shardwise.precision import Precision
-from shardwise.schedule.events import Prefetch
-from shardwise.train.shard_arguments import checkpointing_of, wrap_of
-from shardwise.train.sharding_config import ShardingConfig
+from shardwise.recipe.shard_arguments import checkpointing_of, wrap_of
+from shardwise.recipe.sharding_config import ShardingConfig
 
 __all__ = ["shard_arguments"]
 
 
 def shard_arguments(report: Report) -> dict[str, Any]:
-    """What ``sw.shard(model, **arguments)`` takes; keys that are not used have no argument.
+    """Return the arguments of ``sw.shard(model, …)``; keys that are not used have none.
 
     Raises:
         ConfigError: keys contradict each other.
@@ -29,8 +28,6 @@ def shard_arguments(report: Report) -> dict[str, Any]:
         arguments["wrap"] = wrap_of(config)
     if "prefetch" in named:
         arguments["prefetch"] = Prefetch(**config.prefetch.model_dump())
-    if "offload" in named:
-        arguments["offload"] = Offload(**dict.fromkeys(config.offload, True))
     if "precision" in named:
         arguments["precision"] = Precision(**config.precision.arguments())
     if arguments.pop("activation_offload", False):

@@ -1,4 +1,4 @@
-"""What two keys cannot say together, and what a key says that another leaves unread."""
+"""Contradictions: keys that exclude each other, and keys that others leave unread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardwise.dialects.policy import FILL_IN, TRACKERS, Policy
-from shardwise.train.data_config import COLUMNS, HUB
+from shardwise.recipe.data_config import COLUMNS, HUB
 
 __all__ = ["CONTRADICTIONS", "MISSING", "NEEDED", "NOTES", "UNREAD", "Rule"]
 
@@ -20,7 +20,7 @@ class Rule(NamedTuple):
 
 
 def _other_dtype(p: Policy) -> bool:
-    word = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}.get(p.compute or "")
+    word = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}.get(p.param_dtype or "")
     return None not in (word, p.mixed_precision) and word != p.mixed_precision
 
 
@@ -47,7 +47,7 @@ CONTRADICTIONS = (
     ),
     Rule(
         *("offload_word", "cpu_offload is off; keep one of them"),
-        lambda p: p.offload == (),
+        lambda p: p.offload == "none",
     ),
     Rule(
         *("cpu_ram_efficient_loading", "sync_module_states, which sends rank 0's weights, is off"),
@@ -79,7 +79,7 @@ CONTRADICTIONS = (
         *("machine_rank", "machines are numbered from 0, so it is below their number"),
         lambda p: p.machines and (p.machine_rank or 0) >= p.machines,
     ),
-    Rule(*("compute", "mixed precision names another dtype"), _other_dtype),
+    Rule(*("param_dtype", "mixed precision names another dtype"), _other_dtype),
     Rule(
         *("state_dict_rank0", "each rank has its own shards, so rank 0's are a part of the model"),
         lambda p: p.state_dict_rank0 and p.state_dict in ("sharded", "local"),

@@ -19,7 +19,7 @@ from shardwise.dialects.policy import FILL_IN, Policy
 from shardwise.dialects.rows import DIALECTS, Dialect, Outside, Row
 from shardwise.dialects.settings import Expression
 from shardwise.errors import ConfigError, nearest
-from shardwise.train.config import keys
+from shardwise.recipe.recipe import keys
 
 __all__ = ["Entry", "Report", "Written", "guess", "is_of_trainer", "read", "write"]
 
@@ -30,7 +30,7 @@ _OFF_WORDS = ("false", "no", "0", "", "[]", "{}")
 
 
 class Entry(NamedTuple):
-    """What became of one key.
+    """The outcome of one key.
 
     Attributes:
         status: ``used``, ``translated``, ``ignored``, ``contradictory``, ``fill in`` (a recipe
@@ -76,7 +76,7 @@ class Report:
             raise ConfigError("\n".join([f"{self.dialect.title} cannot be followed:", *wrong]))
 
     def places(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is used, as a recipe, and by its place where a recipe has no key for it."""
+        """Return what is used, as a recipe, and by its place where a recipe has no key for it."""
         recipe = nest({place: value for place, value in self.flat.items() if is_in_recipe(place)})
         return recipe, {place: v for place, v in self.flat.items() if not is_in_recipe(place)}
 
@@ -192,7 +192,7 @@ def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
 
 
 def _in_data_set(matches: Mapping[str, _Match | Entry]) -> dict[str, _Match]:
-    """Of ``load_dataset("OWNER/NAME", data_files=…)``: the files are in the data set."""
+    """Find files of ``load_dataset("OWNER/NAME", data_files=…)``: they are in the data set."""
     base = matches.get("load_dataset.0")
     if not isinstance(base, _Match) or base.value is None:  # the kind of files on this machine
         return {}
@@ -219,7 +219,7 @@ def _outside(key: str, raw: Any, value: Any, outside: Outside) -> Entry:
 
 
 def _winners(matched: list[_Match], version: int) -> dict[str, _Match]:
-    """For each field the first key of this version of FSDP, or else the first key."""
+    """Return for each field the first key of this version of FSDP, or else the first key."""
     winners: dict[str, _Match] = {}
     for match in sorted(
         matched,

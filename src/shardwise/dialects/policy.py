@@ -1,4 +1,4 @@
-"""What a configuration says, whoever wrote it: one frozen record between all dialects.
+"""The meaning of a configuration, whoever wrote it: one frozen record between all dialects.
 
 Every dialect is read into these fields and written from them, so n dialects need n tables and not
 n² converters. Values are plain, so that they compare and print; only ``mesh``, ``init``,
@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["FILL_IN", "OFFLOADED", "TRACKERS", "Policy"]
+__all__ = ["FILL_IN", "TRACKERS", "Policy"]
 
-OFFLOADED = ("parameters", "gradients", "optimizer")
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow")
 FILL_IN = "FILL-IN"
 """What a recipe needs and the configuration does not show."""
@@ -28,8 +27,8 @@ class Policy:
     mesh: Any = None  # (replicate, shard), a DeviceMesh or a process group
     replicate: int | None = None  # sizes of the mesh's axes
     shard: int | None = None
-    offload: tuple[str, ...] | None = None  # of OFFLOADED, what is kept in host memory
-    offload_state: tuple[str, ...] | None = None  # the same, where it is said apart
+    offload: str | None = None  # "none", "optimizer" or "everything": kept in host memory
+    offload_state: str | None = None  # the optimizer's, where it is said apart
     offload_word: bool | None = None  # the word of --fsdp
     wrap: str | None = None  # "auto" (by class or structure), "size" or "none" (one unit)
     auto_wrap: bool | None = None  # the word of --fsdp
@@ -40,10 +39,11 @@ class Policy:
     prefetch_forward: bool | None = None
     limit_all_gathers: bool | None = None
     mixed_precision: str | None = None  # "bf16", "fp16" or "fp8"
-    compute: str | None = None  # dtypes by their names
-    wire: str | None = None
+    param_dtype: str | None = None  # dtypes by their names
+    reduce_dtype: str | None = None
     buffer_dtype: str | None = None
-    output: str | None = None
+    output_dtype: str | None = None
+    cast_inputs: bool | None = None  # of each unit; none of them, and not the model's
     buffers: str | None = None  # "local" or "broadcast"
     sync_module_states: bool | None = None
     cpu_ram_efficient_loading: bool | None = None
@@ -126,7 +126,7 @@ class Policy:
     quantized_compute: str | None = None
 
     def settled(self) -> Policy:
-        """With what its fields imply, and without what they leave unread. Idempotent."""
+        """Add what its fields imply, and leave out what they leave unread. Idempotent."""
         policy = self
         for implied in (_ranks, _mesh, _offload, _units, _compile, _dtypes, _training, _intervals):
             policy = replace(policy, **implied(policy))
@@ -150,10 +150,8 @@ def _mesh(p: Policy) -> dict[str, Any]:
 
 
 def _offload(p: Policy) -> dict[str, Any]:
-    offload, said = p.offload, (p.offload, p.offload_state) != (None, None)
-    if p.offload_word or said:
-        both = {*OFFLOADED} if p.offload_word else {*(p.offload or ()), *(p.offload_state or ())}
-        offload = tuple(name for name in OFFLOADED if name in both)
+    given = ("everything" if p.offload_word else None, p.offload, p.offload_state)
+    offload = max(filter(None, given), key=("none", "optimizer", "everything").index, default=None)
     return {"offload": offload, "offload_word": None, "offload_state": None}
 
 
@@ -178,9 +176,9 @@ def _dtypes(p: Policy) -> dict[str, Any]:
     words = {long: short for short, long in _SHORT.items()}
     if p.mixed_precision == "fp16" and p.quantized_compute == "bfloat16":
         p = replace(p, mixed_precision="bf16")
-    mixed = words.get(p.compute or "", p.mixed_precision or "no")
-    compute = p.compute or _SHORT.get(mixed)
-    return {"compute": compute, "mixed_precision": None if mixed == "no" else mixed}
+    mixed = words.get(p.param_dtype or "", p.mixed_precision or "no")
+    compute = p.param_dtype or _SHORT.get(mixed)
+    return {"param_dtype": compute, "mixed_precision": None if mixed == "no" else mixed}
 
 
 def _training(p: Policy) -> dict[str, Any]:

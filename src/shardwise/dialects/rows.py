@@ -22,9 +22,8 @@ from importlib.resources import files
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from shardwise.dialects.policy import FILL_IN, OFFLOADED, TRACKERS
-from shardwise.train.data_config import COLUMNS, HUB
-from shardwise.train.sources import BUILDERS
+from shardwise.dialects.policy import FILL_IN, TRACKERS
+from shardwise.recipe.data_config import BUILDERS, COLUMNS, HUB
 
 __all__ = ["DIALECTS", "Converter", "Dialect", "Outside", "Row", "fold"]
 
@@ -72,7 +71,7 @@ def _whole(value: Any) -> int:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Of a comma list, or a list of names or classes."""
+    """Read names from a comma list, or from a list of names or classes."""
     if isinstance(value, str):
         return tuple(name.strip() for name in value.split(",") if name.strip())
     if not isinstance(value, Iterable):
@@ -179,16 +178,20 @@ _CONVERTERS = {
     "strategy": _choice({name.upper(): name for name in _FIVE} | dict(enumerate(_FIVE, 1))),
     "ours": _choice({name: name for name in (*_FIVE, "zero1", "hybrid_full")}),
     "reshard": _choice({True: "full_shard", False: "shard_grad_op"})._replace(write=_as_reshard),
-    "offload": _choice({word: OFFLOADED if on else () for word, on in _SWITCH.items()}),
-    "offloaded": _choice({True: OFFLOADED, False: OFFLOADED}),  # pinned or not
-    "offload_param": _choice({"none": (), "cpu": OFFLOADED[:1]}),
-    "offload_state": _choice({"none": (), "cpu": OFFLOADED[1:]} | {True: OFFLOADED[1:], False: ()}),
+    "offload": _choice({w: "everything" if on else "none" for w, on in _SWITCH.items()}),
+    "offloaded": _choice({True: "everything", False: "everything"}),  # pinned or not
+    "offload_param": _choice(
+        {"none": "none", "cpu": "everything", True: "everything", False: "none"}
+    ),
+    "offload_state": _choice(
+        {"none": "none", "cpu": "optimizer", True: "optimizer", False: "none"}
+    ),
     "zero_stage": _choice(dict(enumerate(("no_shard", "zero1", "shard_grad_op", "full_shard")))),
     "adamw": _choice({"AdamW": "adamw", "Adam": "adamw"}),
     "ds_schedule": _choice(
         {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     ),
-    "offload_policy": _choice({"OffloadPolicy()": (), "CPUOffloadPolicy()": OFFLOADED}),
+    "offload_policy": _choice({"OffloadPolicy()": "none", "CPUOffloadPolicy()": "everything"}),
     "dtype": _choice(_DTYPE_WORDS),
     "dtype_of_model": _choice({"auto": None} | _DTYPE_WORDS),
     "mixed": _choice({"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp32": "no"}),
@@ -240,7 +243,7 @@ class Row:
 
 
 class Outside(NamedTuple):
-    """Why keys of this pattern have no field, and the values with which that changes nothing."""
+    """Keys of a pattern that have no field: the reason, and values that change nothing."""
 
     key: str
     because: str
@@ -318,7 +321,7 @@ class Dialect:
         return section + dot + (bare if bare != name else self.prefix + name)
 
     def outside(self, key: str) -> Outside | None:
-        """Why a key has no row, if that is known."""
+        """Say why a key has no row, if that is known."""
         spellings = (key, self._other_spelling(key))
         return next(
             (o for o in self.outsiders if any(fnmatchcase(k, o.key) for k in spellings)), None

@@ -1,4 +1,4 @@
-"""What a file sets, key by key, with its line: a configuration, a command line, or a program.
+"""The settings of a file, key by key, with lines: a configuration, a command, or a program.
 
 A program is parsed and never run. A name that is assigned a constant has that value, and an option
 of argparse its default. What is no constant is its own text, an ``Expression`` such as
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from shardwise.train.data_config import COLUMNS
+from shardwise.recipe.data_config import COLUMNS
 
 __all__ = [
     "POSITIONAL",
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
 
 
 def of_configuration(text: str) -> Iterator[Setting]:
-    """Of JSON or YAML; keys of inner mappings follow after a dot.
+    """Read JSON or YAML; keys of inner mappings follow after a dot.
 
     Raises:
         yaml.YAMLError: it is neither.
@@ -77,7 +77,7 @@ def _of_node(node: Any, value: Any, prefix: str) -> Iterator[Setting]:
 
 
 def of_command(text: str) -> Iterator[Setting]:
-    r"""Of each command with options in a shell script; a line that ends in ``\`` goes on.
+    r"""Read each command with options in a shell script; a line that ends in ``\`` goes on.
 
     The last word that ends in ``.py`` is the script; options before it are the launcher's.
     """
@@ -159,7 +159,7 @@ _COLUMNS = ("text", *(names[0] for names in COLUMNS.values()))
 
 
 class _Program:
-    """What the names of a program stand for: constants by their names, and imports by theirs."""
+    """Names of a program and their values: constants and imports."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = list(ast.walk(tree))
@@ -190,7 +190,7 @@ class _Program:
                 yield from self.arguments(name, node) if name != "partial" else ()
 
     def arguments(self, key: str, call: ast.Call) -> Iterator[Setting]:
-        """Of a call, by name or place; ``kwargs`` for ``**options`` that are not written down."""
+        """Return a call's arguments, by name or place; ``kwargs`` for unwritten ``**options``."""
         for name, node in self._by_name(call):
             place = f"{key}.{name}" if name else key  # of partial() the policy itself
             value = self.resolved(node)
@@ -217,7 +217,7 @@ class _Program:
                 yield keyword.arg or "kwargs", keyword.value
 
     def resolved(self, node: ast.expr) -> ast.expr:
-        """What a name stands for, where that is written down."""
+        """Return the value of a name, where that is written down."""
         for _ in range(2):  # a name of an option
             known = self.constants.get(dotted(node))
             if known and (isinstance(known, _KNOWN) or self.called(known) in _PASSED):

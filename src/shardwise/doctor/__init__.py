@@ -1,1 +1,1 @@
-"""What this machine has, and whether the engine is right on it: `shardwise doctor`."""
+"""A report on this machine, and tests of the engine on it: `shardwise doctor`."""

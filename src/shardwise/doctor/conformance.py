@@ -21,16 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import optim
-from shardwise.accelerators import row
+from shardwise.api.shard import shard
+from shardwise.api.sharded import Sharded
 from shardwise.checkpoint.collectives import all_gather_object, broadcast_object
-from shardwise.comm.backend import BackendComm
+from shardwise.comm.machine.accelerators import row
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
+from shardwise.comm.transports.backend import BackendComm
+from shardwise.config.precision import Precision, dtype_name
+from shardwise.config.strategies import STRATEGIES
 from shardwise.errors import RanksDisagree
-from shardwise.front_door import shard
-from shardwise.precision import Precision, dtype_name
-from shardwise.sharded import Sharded
-from shardwise.strategies import STRATEGIES
 
 __all__ = ["CHECKS", "Result", "conform"]
 
@@ -41,7 +41,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one check, the same on every rank.
+    """The outcome of one check, the same on every rank.
 
     Attributes:
         detail: what was covered, or what is wrong, by rank.
@@ -74,7 +74,7 @@ def conform(comm: Comm) -> Iterator[Result]:
 
 
 def _outcome(comm: Comm, check: Callable[[], str]) -> tuple[str, str]:
-    """What the check says, and what is wrong on any rank: ``""`` if nothing is."""
+    """Return what the check says, and what is wrong on any rank: ``""`` if nothing is."""
     detail, wrong = "", ""
     try:
         detail = check()
@@ -148,7 +148,7 @@ def _sum(comm: Comm, _: Path) -> str:
 
 
 def _roundings(comm: Comm, wire: torch.dtype, total: torch.dtype, n: int) -> float:
-    """By how many roundings of ``total`` a mean over ranks is off, with ``n`` elements for each."""
+    """Return how many roundings of ``total`` a mean over ranks is off, by ``n`` elements each."""
     full = _values(comm.rank, comm.size * n, wire).to(comm.device)
     reduction = Reduction(wire, total, after=comm.size)
     reducing = reduction.start(full, comm, Label("reduce", f"{wire}"))
@@ -159,7 +159,7 @@ def _roundings(comm: Comm, wire: torch.dtype, total: torch.dtype, n: int) -> flo
 
 
 def _average(comm: Comm, _: Path) -> str:
-    """Not a condition: where AVG is wrong or not there, sums are divided here."""
+    """Report on AVG; no condition: where it is wrong or missing, sums are divided here."""
     if not isinstance(comm, BackendComm):
         return "no AVG of a backend is used: sums are formed here, in rank order"
     if comm.has_average:
@@ -224,7 +224,7 @@ def _optimizers(sharded: Sharded, plain: nn.Module, adamw: bool) -> list[torch.o
 
 @dataclass(frozen=True)
 class _Way:
-    """How the small model is trained, and how far it may be from the plain one."""
+    """A way to train the small model, and how far it may be from the plain one."""
 
     strategy: str = "full_shard"
     compute: torch.dtype | None = None
@@ -236,7 +236,7 @@ class _Way:
 def _parity(comm: Comm, _: Path, way: _Way) -> str:
     """Losses, gradient norms and parameters of ``STEPS`` steps, against one process."""
     plain, model = _model(comm), _model(comm)
-    sharded = shard(model, way.strategy, comm=comm, precision=Precision(compute=way.compute))
+    sharded = shard(model, way.strategy, comm=comm, precision=Precision(param_dtype=way.compute))
     optimizers = _optimizers(sharded, plain, way.adamw)
     pairs = []
     for step in range(STEPS):

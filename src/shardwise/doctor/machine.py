@@ -1,4 +1,4 @@
-"""What is installed here, which devices there are, and what the environment says of them.
+"""Installed versions, devices, and what the environment says of them.
 
 Looks only: nothing here is needed by a run, and a plug-in that is broken is a line of the answer.
 """
@@ -14,11 +14,12 @@ from importlib import metadata
 
 import torch
 
-from shardwise.accelerators import ROWS, Accelerator, row
-from shardwise.comm.connect import load_backend
-from shardwise.comm.devices import device_module
+from shardwise.comm.machine.accelerators import ROWS, Accelerator, row
+from shardwise.comm.machine.connect import load_backend
+from shardwise.comm.machine.devices import device_module
 from shardwise.errors import ConfigError
 from shardwise.launch.launcher import available_cores
+from shardwise.torch_internals.self_tests import NEWEST_TESTED
 
 __all__ = [
     "Devices",
@@ -38,15 +39,17 @@ class Package:
     Attributes:
         found: its version; ``""`` if it is not installed.
         needed: what shardwise asks for, such as ``">=2.11"``; ``""`` if anything will do.
+        tested: the newest release that the tests were run with; ``""`` if that matters little.
     """
 
     name: str
     found: str
     needed: str = ""
+    tested: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether it is there, and new enough."""
+        """Test that the package is installed, and new enough."""
         return bool(self.found) and _release(self.found) >= _release(self.needed)
 
 
@@ -84,9 +87,14 @@ def packages() -> list[Package]:
     python = metadata.metadata("shardwise")["Requires-Python"] or ""
     lines = [line for line in metadata.requires("shardwise") or [] if "extra ==" not in line]
     needed = [re.match(r"([\w.-]+)([^;]*)", line) for line in lines]  # "torch>=2.11; …"
+    tested = {"torch": NEWEST_TESTED}
     return [
         Package("python", platform.python_version(), python),
-        *(Package(each[1], _version(each[1]), each[2].strip()) for each in needed if each),
+        *(
+            Package(each[1], _version(each[1]), each[2].strip(), tested.get(each[1], ""))
+            for each in needed
+            if each
+        ),
         *(Package(each.package, found) for each in ROWS if (found := _version(each.package))),
     ]
 
@@ -107,7 +115,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def devices(device: str) -> Devices:
-    """Those of the kind ``device``, as far as torch and its plug-ins see them."""
+    """List the devices of kind ``device``, as far as torch and its plug-ins see them."""
     accelerator = row(device)
     if device == "cpu":
         return Devices(accelerator, (device_name(torch.device("cpu")),), "gloo")
@@ -121,7 +129,7 @@ def devices(device: str) -> Devices:
 
 
 def device_name(device: torch.device) -> str:
-    """As its vendor calls it."""
+    """Return the vendor's name of the device."""
     if device.type == "cpu":
         return f"{platform.machine()}, {available_cores()} cores"
     return str(device_module(row(device)).get_device_name(device.index))

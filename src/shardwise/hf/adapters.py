@@ -32,16 +32,16 @@ from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.hf.peft_files import config_text, on_meta, peft_names, stored_names
 from shardwise.hf.preparation import quantized_layers
 from shardwise.hf.targets import Matches, match_targets
-from shardwise.integrations.peft import ORDER
-from shardwise.memory.sharding import sharding_of
-from shardwise.printed import size
+from shardwise.memory.shard_tensor.adapter_order import ORDER
+from shardwise.plan.printed import size
+from shardwise.plan.sharding import sharding_of
 from shardwise.runtime.full_params import full_params
 from shardwise.setup.materialise import sync
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-    from shardwise.sharded import Sharded
+    from shardwise.api.sharded import Sharded
 
 __all__ = [
     "add_adapter",
@@ -103,9 +103,9 @@ def _check_initial(model: nn.Module, config: LoraConfig) -> None:
     """Raises ``ConfigError`` for initial values that are made of what no rank holds."""
     if config.init_lora_weights not in INITIAL:
         raise ConfigError(
-            f"init_lora_weights={config.init_lora_weights!r} computes the adapter from whole "
-            "weights of the base, or from data, and may change the base; no rank holds them whole. "
-            f"Choose one of {', '.join(map(repr, INITIAL))}."
+            f"init_lora_weights={config.init_lora_weights!r} computes the adapter from full "
+            "weights of the base, or from data, and may change the base; no rank has the full "
+            f"weights. Choose one of {', '.join(map(repr, INITIAL))}."
         )
     if config.init_lora_weights == "orthogonal" and quantized_layers(model):
         raise ConfigError(
@@ -115,8 +115,8 @@ def _check_initial(model: nn.Module, config: LoraConfig) -> None:
         )
     if config.use_dora and quantized_layers(model):
         raise ConfigError(
-            "use_dora=True takes norms of the frozen weights, which peft finds in parameters of "
-            "bitsandbytes alone; here they are sharded bytes. Leave it out, or the quantisation."
+            "use_dora=True uses norms of the frozen weights, which peft finds only in parameters "
+            "of bitsandbytes; here they are sharded bytes. Leave it out, or the quantisation."
         )
 
 
@@ -131,11 +131,11 @@ def init_adapter(sharded: Sharded, adapter: str = "default") -> None:
         CheckpointError: the model has no adapter of this name.
     """
     config = _config_of(sharded.model, adapter)
-    units = defaultdict[frozenset[str], dict[str, Any]](dict)
+    units = defaultdict[frozenset[str | None], dict[str, Any]](dict)
     unit_of = {id(param): b.unit for b in sharded.buckets for param in b.params}
     for name, layer in sharded.model.named_modules():
         if is_layer(layer, adapter):
-            units[frozenset(unit_of[id(p)] for p in layer.parameters())][name] = layer
+            units[frozenset(unit_of.get(id(p)) for p in layer.parameters())][name] = layer
     for names, layers in units.items():
         copies = config.use_dora or not all(_is_lora(layer) for layer in layers.values())
         buckets = [b for b in sharded.buckets if b.unit in names and (b.trainable or copies)]

@@ -1,4 +1,4 @@
-"""Which stored tensors make which tensor of a model, as ``transformers`` reads the hub's layouts.
+"""The map from stored tensors to a model's tensors, as ``transformers`` reads the hub's layouts.
 
 A file need not hold what the model has: names have changed, Mixtral's experts are a tensor each,
 and the model has all of them in one. ``transformers`` lists such conversions by model. Here they
@@ -84,7 +84,7 @@ def _is_by_row(operation: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FileMap:
-    """Where every tensor of a model comes from. Tensors are keys as the objects that they are.
+    """The origin of every tensor of a model. Tensors are keys as the objects that they are.
 
     Attributes:
         direct: those that are stored as they are, parts of which can be read.
@@ -134,7 +134,7 @@ def map_files(model: Any, stored: Mapping[str, TensorLocation], folder: str) -> 
     problems += [*misfits["misshapen"].values(), *misfits["foreign"].values()]
     if problems:
         kind = type(model).__name__
-        advice = "Name the folder of this model's weights, or mend its config.json."
+        advice = "Name the folder of this model's weights, or correct its config.json."
         raise misfit_error(f"{folder} does not hold the weights of this {kind}", problems, advice)
     direct = dict[Tensor, TensorLocation]()
     tied = dict[str, str]()
@@ -185,7 +185,7 @@ def _assign(
 
 
 def _shapes(conversion: Conversion) -> dict[str, Tensor]:
-    """What is made, on the meta device."""
+    """Return the shapes of what is made, on the meta device."""
 
     def load(place: TensorLocation) -> Tensor:
         return torch.empty(place.stored.shape, dtype=dtype_of(place.stored.dtype), device="meta")

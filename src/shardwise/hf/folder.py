@@ -56,7 +56,7 @@ def locate(
 
 
 def dtype_on_hub(name: str, revision: str | None) -> str:
-    """What the first tensor of a hub's name is stored in, as safetensors calls it: ``BF16``.
+    """Return the dtype of a hub folder's first tensor, as safetensors calls it: ``BF16``.
 
     Only the headers of the files are fetched.
 

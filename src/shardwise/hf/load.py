@@ -20,21 +20,31 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.accelerators import check_kernels
+from shardwise.api.shard import shard
+from shardwise.api.sharded import Sharded
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.safetensors_format import dtype_of
-from shardwise.comm.connect import comm_for
+from shardwise.comm.machine.accelerators import check_kernels
+from shardwise.comm.machine.connect import comm_for
+from shardwise.comm.mesh import Ranks
 from shardwise.comm.protocol import Comm
+from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.ignored import Ignored
+from shardwise.config.options import Options, check_type, default_init
+from shardwise.config.placement import Placement
+from shardwise.config.precision import Precision
+from shardwise.config.prefetch import Prefetch
 from shardwise.errors import ConfigError
-from shardwise.front_door import shard
+from shardwise.errors.arguments import named, taken
 from shardwise.hf import weights
 from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
@@ -45,8 +55,7 @@ from shardwise.hf.quantized import Quantized, quantize
 from shardwise.hf.quantized_weights import QuantizedWeights
 from shardwise.hf.report import Report
 from shardwise.hf.targets import Matches, trainable_line
-from shardwise.options import Options, check_type
-from shardwise.sharded import Sharded
+from shardwise.plan.units.wrap import Wrap
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -88,6 +97,7 @@ class LoadedModel:
         return "\n".join(map(str, filter(None, lines)))
 
 
+@named
 def load(
     source: str | Path,
     *,
@@ -98,7 +108,21 @@ def load(
     new_tokens: Sequence[str] = (),
     quantization: Any = None,
     comm: Comm | None = None,
-    **shard_arguments: Any,
+    strategy: str | int | Enum | Placement = "full_shard",
+    wrap: Wrap | None = None,
+    precision: Precision = Precision(),
+    prefetch: Prefetch = Prefetch(),
+    offload: Literal["none", "optimizer", "everything"] = "none",
+    bucketing: Literal["block", "layer", "none"] = "block",
+    uneven: Literal["pad", "error"] = "pad",
+    blocksize: int = 0,
+    residency: int = 0,
+    sync_module_states: bool = True,
+    ignored: Ignored = (),
+    buffers: Literal["local", "broadcast", "average"] = "local",
+    activation_checkpointing: bool | ActivationCheckpointing = False,
+    compile: bool | str = False,  # noqa: A002
+    mesh: Ranks | tuple[int, int] | None = None,
 ) -> LoadedModel:
     """Load a causal language model of ``transformers`` in shards. A collective.
 
@@ -117,7 +141,7 @@ def load(
         quantization: a ``transformers.BitsAndBytesConfig``. The model is then frozen, and what is
             not quantised is cast as by ``prepare_model_for_kbit_training``.
         comm: the ranks; ``None`` = from the launcher's environment, or one.
-        shard_arguments: of ``sw.shard``: ``strategy=…``, ``wrap=…``, ``precision=…``.
+        strategy, wrap, …, mesh: as for ``sw.shard``.
 
     Raises:
         ConfigError: there is no such folder, transformers has no such model, a target of the
@@ -125,23 +149,34 @@ def load(
         CheckpointError: the files lack tensors of the model, hold them in another shape, or hold a
             tied one twice with different values.
     """
-    comm = comm_for(comm, shard_arguments.get("mesh"))
+    options = taken(Options, {**locals(), "init": default_init, "load_later": frozenset()})
+    comm = comm_for(comm, mesh)
     if dtype is not None:
         check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
-    options = {k: v for k, v in shard_arguments.items() if k not in ("strategy", "wrap")}
     changes = Changes(quantization, lora, _tokens(new_tokens))
-    changes.check(Options(**options).precision.compute, comm.device)
+    changes.check(precision.param_dtype, comm.device)
+    shard_it = partial(shard, strategy=strategy, wrap=wrap, comm=comm, **vars(options))
+    return _load(source, (revision, cache_dir), dtype, changes, comm, shard_it)
+
+
+def _load(
+    source: str | Path,
+    hub: tuple[Any, Any],
+    dtype: torch.dtype | None,
+    changes: Changes,
+    comm: Comm,
+    shard_it: Callable[..., Sharded],
+) -> LoadedModel:
     with ExitStack() as stack:
-        build = partial(_build, source, (revision, cache_dir), dtype, changes, stack)
+        build = partial(_build, source, hub, dtype, changes, stack)
         built = raise_on_all(comm, "opening a model", build)
         comm.agree({f"what is stored in {built.folder.name}": _digest(built.reader)})
         compare = partial(weights.check_twice, built.reader, built.map, comm.rank, comm.size)
         raise_on_all(comm, "comparing tied weights", compare)
-        shard_arguments |= {"init": built.init, "load_later": built.later}
-        sharded = shard(built.model, comm=comm, **shard_arguments)
+        sharded = shard_it(built.model, init=built.init, load_later=built.later)
         absmax = raise_on_all(comm, "reading a model", partial(_read, built, sharded))
         built.quantized.share(absmax)
-    if lora is not None:
+    if changes.lora is not None:
         init_adapter(sharded)
     report = Report.of(sharded, built.map, str(source))
     tables = built.matches, built.quantized.table
@@ -159,7 +194,7 @@ def _tokens(new_tokens: Sequence[str]) -> tuple[str, ...]:
 
 
 class Changes(NamedTuple):
-    """What a model gets before it is sharded; see ``load``."""
+    """Changes to a model before it is sharded; see ``load``."""
 
     quantization: Any = None
     lora: LoraConfig | None = None

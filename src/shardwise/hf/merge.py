@@ -137,8 +137,8 @@ def _stored(names: list[str], changed: int, source: CheckpointReader) -> list[st
     """Under which names the files hold a parameter that ``changed`` of its owners change."""
     if changed < len(names):
         raise CheckpointError(
-            f"{' and '.join(names)} are tied in {source.folder}, and the adapter changes "
-            f"{changed} of {len(names)}, so no one weight is both. Train it with "
+            f"{' and '.join(names)} are tied in {source.folder}, and the adapter changes {changed} "
+            f"of {len(names)}, so one weight cannot be both. Train it with "
             "ensure_weight_tying=True, or load the adapter without merging it."
         )
     if stored := [name for name in names if name in source.weights()]:

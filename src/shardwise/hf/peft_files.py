@@ -1,4 +1,4 @@
-"""What a folder of peft holds: which tensors, by which names, and the text of its configuration."""
+"""A folder of peft: its tensors, their names, and the text of its configuration."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.local_shards import ignored_params
 from shardwise.checkpoint.wrappers import bare_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from shardwise.sharded import Sharded
+    from shardwise.api.sharded import Sharded
 
 __all__ = ["config_text", "on_meta", "peft_names", "stored_names"]
 
 
 def on_meta(sharded: Sharded) -> dict[str, Tensor]:
     """A tensor of the whole shape for each name of a parameter, each its own object."""
-    return {
-        alias: torch.empty(member.shape, device="meta")
-        for bucket in sharded.buckets
-        for member in bucket.members
-        for alias in member.aliases
-    }
+    members = [member for bucket in sharded.buckets for member in bucket.members]
+    shapes = {alias: member.shape for member in members for alias in member.aliases}
+    shapes |= {name: param.shape for name, param in ignored_params(sharded.model).items()}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
 def peft_names(model: nn.Module, shapes: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """Which of the ``shapes`` peft stores, by the names that it gives them."""
+    """Return those of the ``shapes`` that peft stores, by the names that it gives them."""
     from peft.utils import get_peft_model_state_dict
 
     named: dict[str, Tensor] = get_peft_model_state_dict(

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.config.precision import dtype_name
 from shardwise.errors import ConfigError
-from shardwise.integrations.peft import ORDER, has_adapter
-from shardwise.memory.sharding import sharding_of
-from shardwise.precision import dtype_name
+from shardwise.memory.shard_tensor.adapter_order import ORDER, has_adapter
+from shardwise.plan.sharding import sharding_of
 
 __all__ = [
     "Prepared",
@@ -84,7 +84,7 @@ def packed_elements(model: nn.Module) -> int:
 
 
 def _numel(param: nn.Parameter) -> int:
-    """Of the whole parameter, sharded or not."""
+    """Number of elements of the unsharded parameter."""
     sharding = sharding_of(param)
     return param.numel() if sharding is None else sharding.shape.numel()
 

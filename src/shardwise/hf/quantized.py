@@ -25,8 +25,8 @@ from shardwise.hf.preparation import (
     packed_elements,
     quantized_layers,
 )
-from shardwise.memory.sharding import Sharding, sharding_of
-from shardwise.printed import size
+from shardwise.plan.printed import size
+from shardwise.plan.sharding import Sharding, sharding_of
 
 __all__ = ["Quantized", "Read", "adopt", "quantize", "quantize_codes", "report", "share_scales"]
 
@@ -39,7 +39,7 @@ Read = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Quantized:
-    """What was quantised; printing it gives bytes before and after.
+    """A report of what was quantised; printing it gives bytes before and after.
 
     Attributes:
         form: ``"nf4"``, ``"fp4"`` or ``"int8"``, and what it computes in.
@@ -215,7 +215,7 @@ def _blocks_begun(weight: Sharding, shard: int, per: int) -> tuple[int, int]:
 
 
 def report(model: nn.Module, config: Any = None) -> Quantized:
-    """What is quantised in a model that is not sharded yet; ``config`` for its notes."""
+    """Report what is quantised in a model that is not sharded yet; ``config`` for its notes."""
     layers = quantized_layers(model)
     codes = sum(layer.weight.nbytes for layer in layers.values())
     scales = sum(layer.scales.nbytes for layer in layers.values())
@@ -270,7 +270,7 @@ def _skipped(model: nn.Module, config: Any) -> set[str]:
 
 
 def _mark(model: nn.Module) -> None:
-    """What peft reads to choose the adapters of quantised layers."""
+    """Set the marks by which peft chooses the adapters of quantised layers."""
     kinds = {type(layer).__name__ for layer in quantized_layers(model).values()}
     model.is_loaded_in_4bit = "Linear4bit" in kinds  # type: ignore[assignment]
     model.is_loaded_in_8bit = "Linear8bit" in kinds  # type: ignore[assignment]

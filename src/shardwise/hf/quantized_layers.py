@@ -26,8 +26,8 @@ from bitsandbytes import functional
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
+from shardwise.config.precision import dtype_name
 from shardwise.errors import ConfigError
-from shardwise.precision import dtype_name
 
 __all__ = ["Linear4bit", "Linear8bit", "adopted"]
 
@@ -130,7 +130,7 @@ class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
 
     @property
     def kind(self) -> str:
-        """For a table: ``nf4 with scales in 8 bits, computed in bfloat16``."""
+        """Name the kind in a table: ``nf4 with scales in 8 bits, computed in bfloat16``."""
         double = " with scales in 8 bits" if self.double else ""
         computed = self.compute_dtype and dtype_name(self.compute_dtype)
         return f"{self.form}{double}, computed in {computed or 'the dtype of the input'}"
@@ -173,13 +173,13 @@ class Linear8bit(bnb.nn.Linear8bitLt):  # type: ignore[misc]
         return values
 
     def codes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Linear4bit.codes``; blocks are rows."""
+        """Same as ``Linear4bit.codes``; blocks are rows."""
         rows = values.view(-1, self.block).to(torch.float16)
         codes, absmax, _ = functional.int8_vectorwise_quant(rows)
         return codes.view(torch.uint8).view(-1), absmax
 
     def packed(self, absmax: Tensor) -> Tensor:
-        """As ``Linear4bit.packed``."""
+        """Same as ``Linear4bit.packed``."""
         return absmax.view(torch.uint8)
 
 

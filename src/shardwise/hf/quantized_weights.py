@@ -1,4 +1,4 @@
-"""From files to quantised shards: each rank reads the values of its own blocks, and no others."""
+"""Quantised shards from files: each rank reads the values of its own blocks, and no others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["QuantizedWeights"]
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights:
-    """Where the values of quantised layers are stored.
+    """Places of the stored values of quantised layers.
 
     Attributes:
         places: of each layer's weight.

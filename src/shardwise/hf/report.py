@@ -1,14 +1,15 @@
-"""What of a model's files was read, converted, cast and left out, as a few lines."""
+"""A report on a model's files: what was read, converted, cast and left out, as a few lines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.api.sharded import Sharded
+from shardwise.config.precision import dtype_name
 from shardwise.hf.file_map import FileMap
-from shardwise.precision import dtype_name
-from shardwise.printed import size
-from shardwise.sharded import Sharded
+from shardwise.hf.preparation import packed_elements
+from shardwise.plan.printed import size
 
 __all__ = ["Report"]
 
@@ -29,12 +30,13 @@ class Report:
 
     @classmethod
     def of(cls, sharded: Sharded, file_map: FileMap, source: str) -> Report:
-        """Of a model that was just read."""
+        """Report on a model that was just read."""
         buckets = sharded.buckets
         dtypes = ", ".join(sorted({dtype_name(bucket.dtypes.stored) for bucket in buckets}))
+        numel = sharded.numel() + packed_elements(sharded.model)
         held = size(sum(bucket.shard.nbytes for bucket in buckets))
         return cls(
-            f"{type(sharded.model).__name__} from {source}: {sharded.numel():,} parameters in "
+            f"{type(sharded.model).__name__} from {source}: {numel:,} parameters in "
             f"{dtypes}, {held} on this rank of {sharded.comm.size}; use_cache off",
             len(file_map.direct),
             [name for one in file_map.conversions for name in one.targets],

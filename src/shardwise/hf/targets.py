@@ -1,4 +1,4 @@
-"""What each LoRA target matches in a model, decided before peft changes it.
+"""Matches of each LoRA target in a model, decided before peft changes it.
 
 peft matches module names by their ends. It raises where no target matches at all, and says nothing
 of one that matches no module beside others that do, or only those of some layers; the run then
@@ -16,31 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
+from shardwise.errors.projections import instead
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["Match", "Matches", "instead", "match_targets", "trainable_line"]
-
-FAMILIES = (
-    "q_proj query wq q to_q q_lin query_proj",
-    "k_proj key wk k to_k k_lin key_proj",
-    "v_proj value wv v to_v v_lin value_proj",
-    "o_proj out_proj wo o to_out out_lin dense",
-    "gate_proj w1 gate wi_0 ff_gate",
-    "up_proj w3 up wi_1 fc1 c_fc dense_h_to_4h fc_in lin1 wi",
-    "down_proj w2 down fc2 c_proj dense_4h_to_h fc_out lin2 ff_out",
-    "lm_head embed_out output output_layer head",
-    "embed_tokens wte word_embeddings embed_in tok_embeddings",
-)
-"""Names of the same projection in different models."""
-FUSED = {
-    "c_attn query_key_value qkv_proj qkv Wqkv in_proj": FAMILIES[:3],
-    "gate_up_proj w12": FAMILIES[4:6],
-    "c_proj dense": FAMILIES[3:4],
-}
-"""Names of several projections in one, and of ones that have two meanings."""
+__all__ = ["Match", "Matches", "match_targets", "trainable_line"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +36,7 @@ class Match:
 
     @property
     def partial(self) -> str:
-        """Which layers have no match; ``""`` if all have one."""
+        """Name the layers that have no match; ``""`` if all have one."""
         few = [f"{n} of {of} in {name}" for name, (n, of) in self.layers.items() if n < of]
         return ", ".join(few)
 
@@ -90,7 +72,7 @@ class Matches:
 
 
 def match_targets(config: LoraConfig, model: nn.Module) -> Matches:
-    """What each target of ``config`` matches in ``model``, by peft's own rules.
+    """Return what each target of ``config`` matches in ``model``, by peft's own rules.
 
     Args:
         config: not changed. ``"all-linear"``, a regular expression, the defaults of peft for this
@@ -211,17 +193,3 @@ def _own_names(model: nn.Module) -> list[str]:
         if any(p.ndim > 1 for p in module.parameters(recurse=False))
     ]
     return list(dict.fromkeys(holders))
-
-
-def instead(target: str, own: list[str]) -> str:
-    """What this model calls the projection that ``target`` is elsewhere, or the nearest names."""
-    word = target.rpartition(".")[2]
-    families = [family.split() for family in FAMILIES if word in family.split()]
-    for fused, parts in FUSED.items():
-        if word in fused.split():
-            families += [part.split() for part in parts]
-        families += [fused.split() for part in parts if word in part.split()]
-    same = dict.fromkeys(name for family in families for name in own if name in family)
-    if same:
-        return f"this model calls it {', '.join(same)}"
-    return f"nearest: {', '.join(nearest(word, own))}"

@@ -1,4 +1,4 @@
-"""From files to shards: each rank reads the byte ranges that it holds.
+"""Shards from files: each rank reads the byte ranges that it holds.
 
 What is converted is read as a whole, one tensor at a time; of experts that are stored one by one,
 one expert at a time, and only those that lie in this rank's shard.
@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.local_shards import ShardedModel, param_shards
+from shardwise.checkpoint.local_shards import ignored_params, param_shards
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.hf.file_map import Conversion, FileMap
+from shardwise.optim.sharded_model import ShardedModel
 
 __all__ = ["check_twice", "read"]
 
@@ -29,7 +30,8 @@ Parts = Mapping[Tensor, tuple[Tensor, int]]
 
 def read(reader: CheckpointReader, file_map: FileMap, sharded: ShardedModel) -> None:
     """Fill this rank's shards, and whole buffers. No communication."""
-    values: dict[Tensor, tuple[Tensor, int]] = {t: (t.view(-1), 0) for t in sharded.model.buffers()}
+    whole = (*sharded.model.buffers(), *ignored_params(sharded.model).values())
+    values: dict[Tensor, tuple[Tensor, int]] = {t: (t.detach().view(-1), 0) for t in whole}
     for shard in param_shards(sharded.buckets, sharded.model):
         values[shard.member.param] = shard.value.detach().view(-1), shard.start
     requests = [

@@ -22,13 +22,13 @@ import torch
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 
+from shardwise.api.shard import shard
+from shardwise.api.sharded import Sharded
+from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError
-from shardwise.front_door import shard
 from shardwise.hf.quantized import adopt
 from shardwise.integrations import handover
 from shardwise.integrations.handover import handle, steps_on
-from shardwise.precision import Precision
-from shardwise.sharded import Sharded
 
 __all__ = ["Accelerator"]
 
@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
             log.info("%s", adopt(model))
         if self.native_amp and self.mixed_precision in _DTYPES:
-            arguments.setdefault("precision", Precision(compute=_DTYPES[self.mixed_precision]))
+            arguments.setdefault("precision", Precision(param_dtype=_DTYPES[self.mixed_precision]))
         shard(model, comm=handover.comm_of(self.device), **arguments)
         model.__dict__["no_sync"] = _refuse_no_sync
 
@@ -121,10 +121,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         even = self.even_batches if even_batches is None else even_batches
         if not even and self.num_processes > 1:
             raise ConfigError(
-                "join_uneven_inputs(even_batches=False) lets ranks have other numbers of batches. "
-                "Each rank of a sharded model takes part in every gather, so those that have data "
-                "would wait for one that has none. Leave even_batches out: with True, its default, "
-                "accelerate repeats samples so that every rank has as many batches."
+                "join_uneven_inputs(even_batches=False) lets ranks have different numbers of "
+                "batches. Each rank of a sharded model takes part in every gather, so those that "
+                "have data would wait for one that has none. Leave even_batches out: with True, "
+                "its default, accelerate repeats samples so that every rank has as many batches."
             )
         return nullcontext()
 
@@ -142,7 +142,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return handle(model).state_dict(rank0_only=True)
 
     def save_state(self, output_dir: str | None = None, **options: Any) -> str:
-        """As accelerate does, with a sharded checkpoint of each model. A collective."""
+        """Save as accelerate does, with a sharded checkpoint of each model. A collective."""
         with self._without_models() as models:
             folder: str = super().save_state(output_dir, **options)
         for number, (sharded, optimizers) in enumerate(models):

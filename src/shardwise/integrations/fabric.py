@@ -16,10 +16,10 @@ from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.api.shard import shard
+from shardwise.api.sharded import Sharded
 from shardwise.checkpoint import numbered
-from shardwise.front_door import shard
 from shardwise.integrations.handover import comm_of, handle, handle_of, steps_on
-from shardwise.sharded import Sharded
 
 __all__ = ["ShardwiseStrategy"]
 
@@ -41,7 +41,7 @@ class ShardwiseStrategy(DDPStrategy):
         self._models: list[Sharded] = []
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Not before it is sharded: the whole model may not fit."""
+        """Leave the module where it is until it is sharded: the unsharded model may not fit."""
 
     def setup_module(self, module: nn.Module) -> Any:
         """Shard ``module`` in place. A collective."""

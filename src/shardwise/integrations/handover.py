@@ -1,4 +1,4 @@
-"""What other libraries hand over: settings of FSDP, and models that they have placed or wrapped.
+"""Objects of other libraries: settings of FSDP, and models that they placed or wrapped.
 
 Each of them wraps a model in DDP or FSDP itself. Their classes that are here shard it instead, so
 one owner is left: what another has done to the model before is an error that names it.
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm.connect import connect, over
+from shardwise.api.sharded import Sharded
+from shardwise.comm.machine.connect import connect, over
 from shardwise.comm.protocol import Comm
 from shardwise.dialects import read, shard_arguments
 from shardwise.errors import ConfigError
-from shardwise.sharded import Sharded
 
 __all__ = [
     "check_own",
@@ -110,7 +110,7 @@ def shard_settings(settings: Any, dialect: str) -> dict[str, Any]:
 
 
 def launched_settings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Those of ``accelerate launch`` with a file that asks for FSDP; else none."""
+    """Return the settings of ``accelerate launch`` with a file that asks for FSDP; else none."""
     if environment.get(_USE_FSDP, "false").lower() != "true":
         return {}
     return shard_settings(environment, "environment")
@@ -118,7 +118,7 @@ def launched_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def without_fsdp() -> Iterator[None]:
-    """Inside the block accelerate builds no FSDP plug-in, whatever its launcher has set."""
+    """Keep accelerate from building an FSDP plug-in in the block, whatever its launcher set."""
     before = os.environ.pop(_USE_FSDP, None)
     try:
         yield

@@ -20,13 +20,13 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.api.sharded import Sharded
 from shardwise.checkpoint import by_name, numbered
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.hf.adapters import is_adapters
 from shardwise.integrations import handover
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.handover import handle
-from shardwise.sharded import Sharded
 
 __all__ = ["Trainer"]
 
@@ -66,7 +66,7 @@ class Trainer(transformers.Trainer):
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Not before it is sharded: the whole model may not fit."""
+        """Leave the model where it is until it is sharded: the unsharded model may not fit."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder for ``from_pretrained``. A collective."""
@@ -90,7 +90,7 @@ class Trainer(transformers.Trainer):
             load_state(handle(self.model), self.optimizer.optimizer, self.lr_scheduler, files)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of a step, as transformers estimates them, for the whole model."""
+        """Estimate the FLOPs of a step, as transformers does, for the unsharded model."""
         return whole_flops(handle(self.model), inputs)
 
 
@@ -106,7 +106,7 @@ def arguments_of(args: transformers.TrainingArguments) -> dict[str, Any]:
 
 
 def whole_states(model: nn.Module, rank0_only: bool) -> dict[str, Tensor] | None:
-    """What ``save_pretrained`` is given: the whole model, or its adapters. A collective.
+    """Return what ``save_pretrained`` is given: the unsharded model, or its adapters. A collective.
 
     ``None`` for a model that is not sharded yet.
     """
@@ -126,7 +126,7 @@ def load_state(
 ) -> None:
     """Give an optimizer, from rank 0's file, and a scheduler their states. A collective."""
     if not sharded.all(all(path.is_file() for path in files)):
-        log.warning("%s is not there on every rank: the optimizer starts anew.", files[0])
+        log.warning("%s is not there on every rank: the optimizer starts from scratch.", files[0])
         return
     name = {id(param): name for name, param in sharded.model.named_parameters()}
     names = [name[id(param)] for group in optimizer.param_groups for param in group["params"]]

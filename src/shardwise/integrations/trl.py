@@ -13,13 +13,13 @@ from typing import Any
 import trl
 
 from shardwise.integrations import transformers
-from shardwise.units import wrap
+from shardwise.plan.units import wrap
 
 __all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer"]
 
 
 class Trainer(transformers.Trainer):
-    """What these trainers have in common. Any other of TRL may be combined with it likewise."""
+    """Common base of these trainers. Any other of TRL may be combined with it likewise."""
 
     def sharding(self) -> dict[str, Any]:
         """The arguments of ``shard()``; units are the blocks, unless ``fsdp_config`` says which."""

@@ -144,7 +144,7 @@ class RankFailure:
 
     @property
     def summary(self) -> str:
-        """How the rank ended, in one clause."""
+        """Say in one clause how the rank ended."""
         if self.message.startswith("rank "):
             return self.message
         if self.message:

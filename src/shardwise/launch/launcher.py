@@ -121,7 +121,7 @@ def _raise_or_exit(failures: Sequence[RankFailure], signals: _SignalQueue) -> No
 
 
 def launch_attempt(environ: Mapping[str, str]) -> tuple[int, str]:
-    """How often the launcher has restarted all ranks, and its run id (torchrun's ``--rdzv-id``).
+    """Return how often all ranks were restarted, and the run id (torchrun's ``--rdzv-id``).
 
     Without a launcher ``(0, "")``.
     """

@@ -30,6 +30,6 @@ def free_port(wanted: int) -> int:
                 continue
             return port
     raise ConfigError(
-        f"every port from {wanted} to {LAST} is in use on this machine, so ranks have nowhere to "
-        "meet. Choose a lower one."
+        f"every port from {wanted} to {LAST} is in use on this machine, so the ranks cannot "
+        "connect. Choose a lower one."
     )

@@ -49,7 +49,7 @@ def signal_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None
 
 @contextmanager
 def save_and_stop_signals(save: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
-    """Inside the block, signals call ``save`` and ``stop``; see the table above."""
+    """Call ``save`` and ``stop`` on signals inside the block; see the table above."""
     stop_requested = False
 
     def on_save(_number: int, _frame: FrameType | None) -> None:

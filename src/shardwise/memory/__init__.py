@@ -1,1 +1,1 @@
-"""Who holds which bytes: shards, full buckets, gradients, and the tensors that show them."""
+"""Memory of a rank: shards, full buckets, gradients, and the tensors that show them."""

@@ -24,15 +24,14 @@ from torch import Tensor
 
 from shardwise.comm.reduction import PendingReduction
 from shardwise.errors import RanksDisagree, ShardUseError
-from shardwise.memory.sharded_parameter import LocalGradient, is_of_shard, put_grad
-from shardwise.memory.spec import BucketSpec
+from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, is_of_shard, put_grad
+from shardwise.plan.spec import BucketSpec
 from shardwise.torch_internals import (
     disable_torch_function,
     foreach_copy_,
     get_grad,
     get_version,
     set_grad,
-    storage_key,
     untracked_views,
 )
 
@@ -63,7 +62,6 @@ class Gradients:
         self._reducing: PendingReduction | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._stored: Tensor | None = None  # the same, in host memory
-        self._is_moved = False  # is ``.grad`` where the optimizer steps, and not where it rests?
         self._label = spec.label("reduce")
 
     @property
@@ -87,7 +85,7 @@ class Gradients:
         self._shown.clear()
 
     def show(self) -> None:
-        """After a pass that did not reduce: let ``.grad`` be what was collected, or set aside."""
+        """Set ``.grad`` after a pass that did not reduce: what was collected, or set aside."""
         self.write()  # what waits is autograd's, and may change after this
         with disable_torch_function():
             for index in self.arrived:
@@ -121,10 +119,10 @@ class Gradients:
             return
         if view.any():
             raise ShardUseError(
-                f"the gradient of {self.spec.members[index].name!r} was changed while a part "
-                "of it is averaged over the ranks and another part is not, which .grad shows: "
-                "the change cannot be carried over to both. Set it to zero or to None, or change "
-                "it before the first or after the last micro-batch."
+                f"the gradient of {self.spec.members[index].name!r} was modified between "
+                "micro-batches: one part of it is averaged over the ranks, and the part in .grad "
+                "is not, so the change cannot be applied to both. Set it to zero or to None, or "
+                "change it before the first or after the last micro-batch."
             )
         self.aside[index].zero_()
 
@@ -149,7 +147,7 @@ class Gradients:
         return not self.carries
 
     def restore(self) -> None:
-        """Let ``.grad`` be what was set aside."""
+        """Set ``.grad`` to what was set aside."""
         with disable_torch_function():
             for index, grad in self.aside.items():
                 put_grad(self.spec.params[index], grad)
@@ -243,7 +241,7 @@ class Gradients:
         self.arrived.clear()
 
     def _over_copies(self, mean: Tensor) -> Tensor:
-        """From what the first axis gave: ``[S]``, the mean over all ranks, as it is stored."""
+        """Average what the first axis gave over all ranks: ``[S]``, as it is stored."""
         spec, copies = self.spec, self.spec.replicate
         for comm, reduction in spec.averages[1:]:
             _, mean, pending = reduction.start(mean, comm, self._label)
@@ -258,7 +256,7 @@ class Gradients:
 
     def store(self) -> None:
         """Copy the mean to host memory and let it go here; ``deliver`` waits for the copy."""
-        if self._result is None:
+        if self._result is None or not self.spec.in_host:
             return
         stored = self.spec.host.store(self._result)
         self._result = None
@@ -279,9 +277,7 @@ class Gradients:
             self.spec.host.wait()
             self._result, self._stored = self._stored, None
         if self._result is not None:
-            self._is_moved = False
-            beside = self.spec.offload.gradients is self.spec.in_host
-            put = set_grad if at_rest and beside else put_grad
+            put = set_grad if at_rest else put_grad
             with untracked_views():
                 views = self.spec.rest_views(self._result)
             with disable_torch_function():
@@ -294,31 +290,3 @@ class Gradients:
             self._result = None
             self.touched.clear()
         self.restore()
-
-    def move(self) -> None:
-        """Bring gradients to where the optimizer steps; one copy for each of their buffers."""
-        spec = self.spec
-        if self._is_moved or spec.offload.gradients is spec.in_host:
-            return
-        self._is_moved, moved = True, dict[int, Tensor]()
-        with disable_torch_function(), untracked_views():
-            for param in spec.params:
-                if (grad := get_grad(param)) is None:
-                    continue
-                key = storage_key(grad)
-                if key not in moved:
-                    flat = torch.empty(0, dtype=grad.dtype, device=grad.device)
-                    moved[key] = self._copy(flat.set_(grad.untyped_storage()))
-                put_grad(
-                    param, moved[key].as_strided(grad.shape, grad.stride(), grad.storage_offset())
-                )
-
-    def _copy(self, flat: Tensor) -> Tensor:
-        host = self.spec.host
-        if self.spec.in_host:
-            out = host.store(flat)
-            host.wait()
-            return out
-        out = self.spec.shard.memory.gradient(flat.numel(), flat.dtype)
-        host.load(out, flat).wait()
-        return out

@@ -30,11 +30,11 @@ from shardwise.comm.protocol import Pending
 from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.gradients import Gradients
 from shardwise.memory.sent import Sent
-from shardwise.memory.sharded_parameter import ShardedParameter
-from shardwise.memory.sharding import sharding_of
-from shardwise.memory.spec import BucketSpec
-from shardwise.memory.use_errors import written_by_all_ranks, wrong_replacement
-from shardwise.memory.views import addresses_of, shapes_of
+from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
+from shardwise.memory.shard_tensor.use_errors import written_by_all_ranks, wrong_replacement
+from shardwise.plan.sharding import sharding_of
+from shardwise.plan.spec import BucketSpec
+from shardwise.plan.views import addresses_of, shapes_of
 from shardwise.torch_internals import (
     disable_torch_function,
     get_grad,
@@ -50,7 +50,7 @@ _DETACH: Any = Tensor.detach
 
 
 class State(Enum):
-    """How far a bucket is on its way from shards to whole parameters and back."""
+    """State of a bucket between sharded and unsharded."""
 
     AT_REST = auto()  # parameters show the shard
     IN_FLIGHT = auto()  # the full bucket is being filled; parameters still show the shard
@@ -89,7 +89,7 @@ class Bucket:
 
     @property
     def staged(self) -> Tensor | None:
-        """What is kept on the device to be sent, where that is memory of its own."""
+        """Memory on the device that is kept to be sent, where that is not the shard itself."""
         return None if self.spec.staged is None else self._sent.joined
 
     @property
@@ -100,7 +100,7 @@ class Bucket:
     # ---- memory at rest ------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        dtype, numel = self.dtypes.compute, self.layout.numel
+        dtype, numel = self.dtypes.param, self.layout.numel
         with torch.inference_mode(False):
             self.full = self._memory.full(numel, dtype)  # [W * S]
             self._full_views = self.spec.full_views(self.full)
@@ -122,13 +122,13 @@ class Bucket:
         self._addresses = addresses_of(self._rest_views)
 
     def _new_shard(self) -> Tensor:
-        """What this rank holds at rest: memory of its own, or a part of a larger one."""
+        """Allocate what this rank holds while sharded: its own memory, or part of a larger one."""
         spec, dtypes = self.spec, self.dtypes
         if spec.in_host:
             return spec.host.shard(self.layout.shard_numel, dtypes.stored)
         if self.allocation.aliased:
             return spec.own(self.full)
-        if not spec.splits_copies or dtypes.stored is not dtypes.compute:
+        if not spec.splits_copies or dtypes.stored is not dtypes.param:
             return self._memory.shard(self.layout.shard_numel, dtypes.stored)
         return self._sent.piece
 
@@ -198,7 +198,7 @@ class Bucket:
                     self._versions = list(map(get_version, self.params))
                 self._may_be_written = False
             self.state = State.READY
-        elif self.dtypes.stored is not self.dtypes.compute:
+        elif self.dtypes.stored is not self.dtypes.param:
             # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
             # So a unit that was kept since its last use must change, too: else the uses of a tied
             # weight would be summed by autograd here and by us there, and strategies would differ.
@@ -209,7 +209,7 @@ class Bucket:
             self.state = State.READY
 
     def free(self, still_read: bool = False) -> None:
-        """Let the parameters be shards again, and the full bucket's memory go.
+        """Point the parameters at this rank's shards, and free the full bucket.
 
         Where a graph ``still_read``s that memory, it stays until the next ``free``.
         """
@@ -228,7 +228,7 @@ class Bucket:
                 self._sent.forget()
 
     def rest(self) -> None:
-        """Let the parameters be what this rank holds at rest."""
+        """Point the parameters at this rank's shards. Classes of the user's own stay."""
         if self.state is State.READY:
             self.state = State.IN_FLIGHT
         with disable_torch_function():
@@ -289,7 +289,7 @@ class Bucket:
     def whole_of_parts(
         self, parts: Sequence[Tensor | None], dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """What ranks have one part of for each parameter, whole. A collective.
+        """Gather, for each parameter, what ranks have one part of. A collective.
 
         Args:
             parts: per parameter, in the shape of its shard; ``None`` counts as zeros.
@@ -303,7 +303,7 @@ class Bucket:
         return self._whole_of(flat)
 
     def _whole_of(self, flat: Tensor) -> list[Tensor]:
-        """What is laid out like the shard, whole. A collective."""
+        """Gather what is laid out like the shard. A collective."""
         if self.allocation.whole:
             full = flat.to(self.full.device, copy=True)
         else:
@@ -316,12 +316,12 @@ class Bucket:
         return self.spec.full_views(full)
 
     def bind_whole(self, wholes: list[Tensor]) -> None:
-        """Let the parameters be ``wholes``, and plain, until ``rest``."""
+        """Point the parameters at ``wholes``, as plain parameters, until they are sharded again."""
         with disable_torch_function():
             self._bind(nn.Parameter, wholes)
 
     def _bind(self, kind: type[nn.Parameter], values: list[Tensor] | None = None) -> None:
-        """Let ours be of class ``kind``, and all parameters be ``values``, if there are any."""
+        """Give our parameters the class ``kind``, and all of them ``values``, if there are any."""
         for param in self._ours:
             param.__class__ = kind
         for param, value in zip(self.params, values, strict=True) if values else ():
@@ -358,8 +358,8 @@ class Bucket:
         self.expire()
 
     def _as_gathered(self) -> list[Tensor]:
-        """What this rank holds of each parameter, as the ranks have seen it: cast."""
-        return self.spec.rest_views(self.shard.to(self.full.device).to(self.dtypes.compute))
+        """Cast what this rank holds of each parameter as it is cast when gathered."""
+        return self.spec.rest_views(self.shard.to(self.full.device).to(self.dtypes.param))
 
     def _take_written(self, shard: Tensor, part: Tensor, shown: Tensor) -> None:
         if shown.data_ptr() == shard.data_ptr():
@@ -375,7 +375,7 @@ class Bucket:
         self._may_be_written = True
 
     def close(self) -> None:
-        """Let all memory go at once, since another layout may be made next."""
+        """Free all memory at once, since another layout may be made next."""
         for param in self._ours:
             del param.before_write  # type: ignore[attr-defined]
         self.gradients.drop()

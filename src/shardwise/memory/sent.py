@@ -1,4 +1,4 @@
-"""What a rank sends when its bucket is gathered, made of what it holds at rest.
+"""All-gather input of a bucket, made of what this rank holds while sharded.
 
     shard     | piece 2 |                 at rest, here on the second of two copies
     joined    | piece 1 | piece 2 |       ``load``: its piece comes from host memory;
@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from shardwise.comm.protocol import Pending
-from shardwise.memory.spec import BucketSpec
+from shardwise.plan.spec import BucketSpec
 
 __all__ = ["Sent"]
 
 
 class Sent:
-    """What one rank sends of a bucket; ``full``, ``[W * S]``, is where it is gathered."""
+    """This rank's all-gather input for a bucket. The output goes to ``full``, shape ``[W * S]``."""
 
     def __init__(self, spec: BucketSpec, full: Tensor) -> None:
         self._spec, self._loads = spec, spec.in_host
@@ -33,7 +33,7 @@ class Sent:
         self.forget()
 
     def forget(self) -> None:
-        """What was made is old, or its memory is gone."""
+        """Drop what was made: it is old, or its memory is gone."""
         self.is_loaded = not self._loads
         self.is_updated = not self._spec.splits_copies
         self._is_filled = False  # with what the shard holds now, in memory that lasts
@@ -70,5 +70,5 @@ class Sent:
         return self._out.nbytes
 
     def copying(self) -> AbstractContextManager[None]:
-        """Inside it, what is issued follows what is loaded."""
+        """Order what is issued inside after what is loaded."""
         return self._spec.host.copying() if self._loads else nullcontext()

@@ -1,4 +1,4 @@
-"""What happens between the backward pass and the next step, on shards."""
+"""Optimizers and clipping on shards: what happens between the backward pass and the next step."""
 
 from __future__ import annotations
 

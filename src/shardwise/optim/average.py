@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.arguments import checked
 from shardwise.errors import ConfigError
+from shardwise.errors.arguments import checked
 
 __all__ = ["EMA"]
 

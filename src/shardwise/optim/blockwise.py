@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.options import BLOCK, blocks
 from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.plan.sharding import Sharding, sharding_of
 
-BLOCK = 256  # elements for each scale, in all versions of bitsandbytes so far
 SCALES = frozenset({"absmax1", "absmax2"})  # one for each block
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # what the 256 codes mean; in no checkpoint
 
@@ -28,11 +28,6 @@ def is_blockwise(optimizer: Any) -> bool:
     # By name, so that none has to be imported.
     modules = {kind.__module__ for kind in type(optimizer).__mro__}
     return "bitsandbytes.optim.adamw" in modules and optimizer.args.optim_bits == 8
-
-
-def blocks(numel: int) -> int:
-    """Blocks of so many elements; the last may be shorter."""
-    return -(-numel // BLOCK)
 
 
 def block_of(key: str) -> int:
@@ -46,7 +41,7 @@ def state_shape(key: str, shape: torch.Size) -> torch.Size:
 
 
 def without_tables(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved of a parameter's state."""
+    """Return what is saved of a parameter's state."""
     return {key: value for key, value in state.items() if key not in TABLES}
 
 
@@ -98,14 +93,14 @@ def make_state(optimizer: Any, own: Iterable[nn.Parameter]) -> None:
 
 
 def cut_scales(scales: Tensor, sharding: Sharding) -> Tensor:
-    """Those of this rank's part, of the whole parameter's."""
+    """Cut this rank's scales out of those of the unsharded parameter."""
     return scales[blocks(sharding.start) : blocks(sharding.stop)].clone()  # none of an empty part
 
 
 def whole_of_parts(
     bucket: Bucket, key: str, parts: Sequence[Tensor | None], dtype: torch.dtype
 ) -> list[Tensor]:
-    """As ``Bucket.whole_of_parts``, of state of this name; scales travel once for each element."""
+    """Same as ``Bucket.whole_of_parts``, of named state; scales travel once per element."""
     if key not in SCALES:
         return bucket.whole_of_parts(parts, dtype)
     each = [

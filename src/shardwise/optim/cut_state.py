@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from shardwise.config.options import blocks
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.memory.sharding import Sharding, sharding_of
-from shardwise.optim.blockwise import SCALES, blocks, cut_scales, whole_of_parts
+from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
+from shardwise.optim.blockwise import SCALES, cut_scales, whole_of_parts
+from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.torch_internals import tree_leaves, tree_map, tree_map_only
 
 # 0-dim state that counts or schedules steps, and is no element's value.
@@ -67,10 +68,10 @@ def _cut(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> T
 
 def _misfit(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> str:
     return (
-        f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; "
-        f"the shard here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another "
-        "rank's state, or that of other ranks. Load whole state, as optimizer.state_dict() gives "
-        "it, sharded or not, or use sharded.load_optimizer_state_dict() or sharded.load()."
+        f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; the shard "
+        f"here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another rank's state, or "
+        "that of other ranks. Load full state, as optimizer.state_dict() gives it, sharded or "
+        "not, or use sharded.load_optimizer_state_dict() or sharded.load()."
     )
 
 

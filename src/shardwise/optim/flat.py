@@ -1,4 +1,4 @@
-"""What the flat fused optimizers have in common: a step over runs instead of over parameters.
+"""Common base of the flat fused optimizers: a step over runs instead of over parameters.
 
 A run is a stretch of a flat shard, and the runs are decided before the step (see ``update``), so
 all that a step does for each parameter is to read its gradient's address.
@@ -10,35 +10,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.arguments import taken
-from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError, OptimizerError
-from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.errors.arguments import taken
 from shardwise.optim.flat_state import FlatState
 from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
 from shardwise.optim.norm import norm_of
-from shardwise.optim.optimizer_hooks import Shown
+from shardwise.optim.optimizer_hooks import PlainClassDuringStep
+from shardwise.optim.sharded_model import ShardedModel
 from shardwise.optim.update import Key, Update, decide
+from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.torch_internals import disable_torch_function
-
-
-@runtime_checkable
-class ShardedModel(Protocol):
-    """What an optimizer needs of a sharded model's handle."""
-
-    model: nn.Module
-    comm: Comm
-    buckets: tuple[Bucket, ...]
-
-    def admitted(self, operation: str, optimizer: Optimizer) -> object:
-        """Checks the optimizer, and knows from now on that its state is that of shards."""
 
 
 class FlatOptimizer(Optimizer, ABC):
@@ -61,7 +48,6 @@ class FlatOptimizer(Optimizer, ABC):
             rank; ``None`` while there is no ``max_norm``.
     """
 
-    elementwise = True
     policy_type: type[Policy]
 
     def __init__(
@@ -105,17 +91,17 @@ class FlatOptimizer(Optimizer, ABC):
     # ---- what torch asks of an optimizer -----------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; ``"params"`` may hold regular expressions that match whole names."""
+        """Same as torch's; ``"params"`` may hold regular expressions that match whole names."""
         taken = {id(param) for group in self.param_groups for param in group["params"]}
         super().add_param_group(resolved(param_group, self._sharded.buckets, taken, self._policy))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        shown = Shown()
+        shown = PlainClassDuringStep()
         shown.show([param for group in self.param_groups for param in group["params"]])
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From ``state_dict()`` of this optimizer, or of torch's of the same name.
+        """Load ``state_dict()`` of this optimizer, or of torch's of the same name.
 
         State is that of whole parameters, of which each rank keeps its part.
 
@@ -181,11 +167,11 @@ class FlatOptimizer(Optimizer, ABC):
         self._carry_out(update, gradients, scale)
         for flat in flats if scale is not None else ():
             flat.copy_back()
-        # The kernels wrote past the parameters; a graph that saved one of them shall know.
+        # The kernels wrote past the parameters: bump their versions, so autograd finds stale ones.
         torch.autograd.graph.increment_version(update.params)
 
     def _scale(self, ranks: Sequence[int], gradients: Sequence[Tensor]) -> Tensor | None:
-        """What gradients must be divided by; ``None`` where that is known to be 1."""
+        """Return what gradients must be divided by; ``None`` where that is known to be 1."""
         if self.max_norm is None:
             return None
         whole = all(bucket.allocation.whole for bucket in self._sharded.buckets)
@@ -231,7 +217,7 @@ class FlatOptimizer(Optimizer, ABC):
         return keys
 
     def _facts_now(self) -> tuple[object, ...]:
-        """What changes whenever parameters or state are replaced, added or removed."""
+        """Return what changes whenever parameters or state are replaced, added or removed."""
         sizes = [len(group["params"]) for group in self.param_groups]
         return self._sharded.buckets, sizes, id(self.state), len(self.state)
 
@@ -258,8 +244,8 @@ class FlatOptimizer(Optimizer, ABC):
             self._mark = buckets, sharding
         if buckets and (sharding is None or sharding is not self._mark[1]):
             raise OptimizerError(
-                f"this {kind} updates the {len(buckets)} buckets of a sharded model, and that was "
-                "unsharded since, so they are no longer its parameters' memory. The state is whole "
-                f"now: go on with torch.optim.{kind} or a new sw.optim.{kind}, and load this one's "
-                "state_dict() into it."
+                f"this {kind} updates the {len(buckets)} buckets of a model that has been "
+                "unsharded since, so they are no longer its parameters' memory. Its state is "
+                f"unsharded, too: continue with torch.optim.{kind} or a new sw.optim.{kind}, and "
+                "load this one's state_dict() into it."
             )

@@ -1,4 +1,4 @@
-"""What an optimizer has of one bucket: flat state, and the gradients in one piece.
+"""An optimizer's part of one bucket: flat state, and the gradients in one piece.
 
 State has neither padding nor slots of other optimizers: the slots that this one updates follow each
 other in the order of the bucket, so that neighbours in the bucket are neighbours here, too.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import sharding_of
+from shardwise.plan.sharding import sharding_of
 from shardwise.torch_internals import get_version
 
 State = MutableMapping[Any, dict[str, Any]]  # ``optimizer.state``: by parameter, by name
@@ -101,8 +101,8 @@ class FlatState:
             return sharding.cut(value, shape)
         raise ConfigError(
             f"state {name!r} of parameter {'' if sharding is None else sharding.name!r} has shape "
-            f"{tuple(value.shape)}; the shard here is {tuple(shape)}, so it is another "
-            "rank's, or of another world size. Load this rank's own state, or whole state."
+            f"{tuple(value.shape)}; the shard here is {tuple(shape)}, so it is another rank's, or "
+            "of another world size. Load this rank's own state, or full state."
         )
 
     def add_missing(self, state: State, at: int, names: Iterable[str]) -> bool:

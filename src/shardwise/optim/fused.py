@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.arguments import checked, named
 from shardwise.errors import ConfigError
-from shardwise.optim.flat import FlatOptimizer, ShardedModel
+from shardwise.errors.arguments import checked, named
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.flat_state import STEP
 from shardwise.optim.groups import Policy
+from shardwise.optim.sharded_model import ShardedModel
 from shardwise.optim.update import Call, Update
 from shardwise.torch_internals import fused_adamw_
 
@@ -70,6 +71,7 @@ class AdamW(FlatOptimizer):
     see ``FlatOptimizer``.
     """
 
+    elementwise = True
     policy_type = AdamWPolicy
 
     @named

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError, OptimizerError, nearest
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import sharding_of
-from shardwise.units.units import Member
+from shardwise.plan.sharding import sharding_of
+from shardwise.plan.units.units import Member
 
 # Options of torch's groups that have one value here.
 FIXED = {"maximize": False, "decoupled_weight_decay": True}
@@ -118,9 +118,8 @@ def _foreign(param: object) -> OptimizerError:
     sharding = sharding_of(param) if isinstance(param, Tensor) else None
     what = type(param).__name__ if sharding is None else f"parameter {sharding.name!r}"
     return OptimizerError(
-        f"{what} is in a parameter group and is none of this sharded model's parameters, so it "
-        "has no place in its flat shards. Leave it to an optimizer of its own; each steps on its "
-        "own parameters."
+        f"{what} is in a parameter group and is none of this sharded model's parameters, so this "
+        "optimizer cannot update it. Give it an optimizer of its own."
     )
 
 

@@ -1,4 +1,4 @@
-"""Which parameters Muon updates, and which AdamW: the rules of Keller Jordan and of torch.
+"""Parameters that Muon updates, and those that AdamW does: the rules of Keller Jordan and of torch.
 
 Muon is for the matrices of hidden layers. "The input embedding, final output layer, and any
 internal gains or biases" (Jordan et al. 2024) go to AdamW; so does what has not two dimensions,
@@ -13,14 +13,14 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
-from shardwise.units.units import Member
+from shardwise.plan.units.units import Member
 
 MUON: Final = "muon"
 ADAMW: Final = "adamw"
 
 
 class Choice(NamedTuple):
-    """Which algorithm updates a parameter, and why."""
+    """The algorithm that updates a parameter, and the reason."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ def table(choices: Iterable[Choice]) -> str:
 
 
 def _exception(member: Member, output: nn.Module | None, named: Container[str]) -> str:
-    """Why AdamW updates a parameter; ``""`` if Muon does."""
+    """Say why AdamW updates a parameter; ``""`` if Muon does."""
     if member.name in named:
         return "named in adamw"
     if len(member.shape) != 2:

@@ -23,16 +23,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.arguments import checked, named
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
-from shardwise.memory.sharding import sharding_of
-from shardwise.optim.flat import FlatOptimizer, ShardedModel
+from shardwise.errors.arguments import checked, named
+from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.fused import AdamWPolicy, adamw_names, check_numbers, update_by_adamw
 from shardwise.optim.groups import defaults, matching
 from shardwise.optim.matrix_rules import ADAMW, MUON, Choice, choose, table
 from shardwise.optim.owners import Exchange, Matrix, owners
+from shardwise.optim.sharded_model import ShardedModel
 from shardwise.optim.update import Call, Update
+from shardwise.plan.sharding import sharding_of
 from shardwise.torch_internals import muon_learning_rate, orthogonalize
 
 WIRE = torch.bfloat16  # in which torch's Newton-Schulz iteration computes and returns
@@ -81,7 +82,7 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is exchanged in each step, until another ``update`` is decided."""
+    """The exchange of each step, until another ``update`` is decided."""
 
     update: Update
     parts: Sequence[_Part]
@@ -104,6 +105,7 @@ class Muon(FlatOptimizer):
         ConfigError: as ``FlatOptimizer``, and a group of Muon's has a parameter that is no matrix.
     """
 
+    elementwise = True  # on the shards of this model, for which its rounds are made
     policy_type = MuonPolicy
 
     @named
@@ -135,7 +137,7 @@ class Muon(FlatOptimizer):
 
     @property
     def table(self) -> str:
-        """Which parameter is updated by which algorithm, by which rule: a line for each."""
+        """Say which parameter is updated by which algorithm, by which rule: a line for each."""
         lines = [
             self._choices.get(name) or Choice(name, tuple(_shape(param)), algorithm, "its group")
             for name, param, algorithm in self._members(self.param_groups)

@@ -16,8 +16,8 @@ from torch import Tensor
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.spec import cut_at_multiples
-from shardwise.memory.tensor_reductions import CHUNK
+from shardwise.memory.shard_tensor.tensor_reductions import CHUNK
+from shardwise.plan.spec import cut_at_multiples
 from shardwise.torch_internals import disable_torch_function, foreach_mul_, foreach_norm, get_grad
 
 DOUBLE = (torch.float64, torch.complex128)

@@ -1,4 +1,4 @@
-"""Which rank computes with which whole matrix, and what the ranks send each other for that.
+"""Ranks that compute with whole matrices, and what the ranks send each other for that.
 
 Pure numbers. A matrix whose rows lie on several ranks is put together on one of them, its owner,
 and what that computes goes back the same way:

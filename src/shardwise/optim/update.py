@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.memory.spec import cut_at_multiples
-from shardwise.memory.views import Views
 from shardwise.optim.flat_state import STEP, FlatState
+from shardwise.plan.spec import cut_at_multiples
+from shardwise.plan.views import Views
 
 
 class Run(NamedTuple):
@@ -61,7 +61,7 @@ def runs(ranges: Sequence[tuple[int, int]], keys: Sequence[Any], piece: int) -> 
 
 
 class Key(NamedTuple):
-    """What slots have in common that are updated in one go."""
+    """Properties that slots have in common when they are updated in one call."""
 
     group: int  # the position of their parameter group
     is_first: bool  # was their state made for this step?

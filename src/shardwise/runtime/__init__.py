@@ -1,1 +1,1 @@
-"""What the user's code does, as cues, and the events that answer them, carried out."""
+"""The runtime: the user's code becomes cues, and the events that answer them are carried out."""

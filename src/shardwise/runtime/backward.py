@@ -22,11 +22,11 @@ from torch.autograd.graph import Node
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.memory.grad_hooks import is_handed_out, on_gradient
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.use_errors import autograd_grad_called
+from shardwise.memory.shard_tensor.use_errors import autograd_grad_called
+from shardwise.plan.schedule.events import Phase
 from shardwise.runtime.forward_calls import ForwardCall, ForwardCalls
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import UnitState
-from shardwise.schedule.events import Phase
 from shardwise.torch_internals import (
     disable_torch_function,
     get_grad,
@@ -217,8 +217,8 @@ class Backward:
         if self.suspended:
             param.grad = None
             raise ScheduleError(
-                "backward() inside full_params() would leave whole gradients on every rank. Train "
-                "outside the block; full_params() is for reading, writing and generating."
+                "backward() inside full_params() would leave unsharded gradients on every rank. "
+                "Train outside the block; full_params() is for reading, writing and generating."
             )
         gradient = get_grad(param)
         if gradient is None:  # a function whose backward gave None for its parameter

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import sum_in_rank_order
+from shardwise.config.precision import dtype_name
 from shardwise.errors import ConfigError
-from shardwise.precision import dtype_name
 
 __all__ = ["check_batch_norm", "sync_buffers"]
 
@@ -28,11 +28,11 @@ def check_batch_norm(model: nn.Module, comm: Comm) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise ConfigError(
-                f"{name!r} is a SyncBatchNorm, which torch has for accelerators only: on "
-                f"several CPU ranks (now {comm.size}) a training step would fail, or use the "
-                'statistics of its own rank. Keep nn.BatchNorm and pass buffers="average" or '
-                '"broadcast", which make running statistics alike; to validate only, call '
-                "model.eval() before shard()."
+                f"{name!r} is a SyncBatchNorm, which torch has for accelerators only: on several "
+                f"CPU ranks (now {comm.size}) a training step would fail, or use the statistics of "
+                'its own rank. Keep nn.BatchNorm and pass buffers="average" or "broadcast", which '
+                "make running statistics equal; to validate only, call model.eval() before "
+                "shard()."
             )
 
 

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from shardwise.memory.sharded_parameter import put_grad
+from shardwise.memory.shard_tensor.sharded_parameter import put_grad
 from shardwise.runtime.runtime import Runtime
 from shardwise.torch_internals import (
     disable_torch_function,

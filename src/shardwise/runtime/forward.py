@@ -21,10 +21,12 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from shardwise.comm.protocol import Comm
+from shardwise.config.precision import Precision
 from shardwise.errors import RanksDisagree, ScheduleError, ShardUseError
-from shardwise.memory.sharding import Sharding, sharding_of
-from shardwise.memory.use_errors import functorch_transform
-from shardwise.precision import Precision
+from shardwise.memory.shard_tensor.use_errors import functorch_transform
+from shardwise.plan.schedule.events import Phase
+from shardwise.plan.sharding import Sharding, sharding_of
+from shardwise.plan.units.structure import as_group, has_forward, partial_roots
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.compiling import hide_gradients
 from shardwise.runtime.forward_calls import ForwardCall
@@ -39,7 +41,6 @@ from shardwise.runtime.pytrees import (
 )
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.structure_check import StructureCheck
-from shardwise.schedule.events import Phase
 from shardwise.torch_internals import (
     graph_task,
     is_transformed,
@@ -48,7 +49,6 @@ from shardwise.torch_internals import (
     skip_in_dynamo,
     storage_key,
 )
-from shardwise.units.structure import as_group, has_forward, partial_roots
 
 __all__ = ["Hooks"]
 
@@ -123,10 +123,10 @@ class Hooks:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardUseError(
-            f"a module of the sharded {type(self.model).__name__} cannot be pickled, nor copied "
-            "without the rest: it belongs to this rank's group. Save model.state_dict() (whole "
-            "tensors) or sharded.local_state_dict() (shards); copy.deepcopy(model) of the whole "
-            "model gives a plain copy."
+            f"a module of the sharded {type(self.model).__name__} cannot be pickled, or copied "
+            "without the whole model: it belongs to this rank's group. Save model.state_dict() "
+            "(full tensors) or sharded.local_state_dict() (shards); copy.deepcopy(model) of the "
+            "whole model gives a plain copy."
         )
 
     # ---- what shards ask -------------------------------------------------------------------
@@ -156,13 +156,13 @@ class Hooks:
         if self.computing:
             raise ScheduleError(
                 f"{operation} in the middle of a step, while units are gathered and gradients are "
-                "on their way, and other ranks may be at another unit. Do it between steps: after "
-                "backward(), or before the forward pass."
+                "being reduced, and other ranks may be at another unit. Do it between steps: "
+                "after backward(), or before the forward pass."
             )
         if self.backward.suspended:
             raise ScheduleError(
-                f"{operation} inside full_params(), where every parameter is whole already and "
-                "will be a shard again at the end of the block. Do it after the block."
+                f"{operation} inside full_params(), where every parameter is unsharded until the "
+                "block ends. Do it after the block."
             )
 
     # ---- forward ---------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Hooks:
             self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
         if frame.listed and not self._frames:
             self.runtime.end_forward(frame.resume)
-        dtype = self.precision.output
+        dtype = self.precision.output_dtype
         return None if dtype is None or module not in self._outermost else cast(output, dtype)
 
     def _failed(self, frame: Frame) -> None:
@@ -277,7 +277,7 @@ class Hooks:
             self.runtime.facts.pinned.add(frame.unit)
 
     def _nodes_of(self, frame: Frame, output: Any, hides: bool) -> list[Node]:
-        """Those that made an output; also what ``hides`` in attributes, if the call made it."""
+        """Return the nodes of an output and of what ``hides`` in attributes the call has made."""
         assert frame.call is not None
         nodes = grad_fns(output, with_bases=True)
         if hides:

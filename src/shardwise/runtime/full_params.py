@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ShardUseError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharded_parameter import LocalGradient, put_grad
-from shardwise.memory.use_errors import wrong_replacement
+from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, put_grad
+from shardwise.memory.shard_tensor.use_errors import wrong_replacement
 from shardwise.torch_internals import disable_torch_function, get_grad, get_version
 
 __all__ = ["full_params"]
@@ -21,7 +21,7 @@ __all__ = ["full_params"]
 
 @contextmanager
 def full_params(buckets: Sequence[Bucket], ranks: Comm, writeback: bool) -> Iterator[None]:
-    """Inside the block every parameter and its gradient is gathered, in the stored dtype."""
+    """Gather every parameter and its gradient inside the block, in the stored dtype."""
     by_bucket = [
         [_Entry(bucket, index, whole) for index, whole in enumerate(bucket.whole())]
         for bucket in buckets

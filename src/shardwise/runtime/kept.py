@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.precision import Precision
+from shardwise.config.precision import Precision
 from shardwise.runtime.pytrees import cast
 
 __all__ = ["cast_around_kept", "input_dtypes"]
@@ -23,22 +23,22 @@ __all__ = ["cast_around_kept", "input_dtypes"]
 def input_dtypes(
     model: nn.Module, modules: Collection[nn.Module], precision: Precision
 ) -> dict[nn.Module, torch.dtype]:
-    """For each of ``modules`` whose floating-point inputs are cast: to which dtype."""
+    """Return, for each of ``modules`` whose floating-point inputs are cast, the dtype."""
     named = ((module, precision.of_inputs(name)) for name, module in model.named_modules())
     return {module: dtype for module, dtype in named if dtype is not None and module in modules}
 
 
 def cast_around_kept(model: nn.Module, precision: Precision) -> list[RemovableHandle]:
-    """Hooks on the outermost modules that ``precision.keep`` names; ``remove()`` ends them."""
+    """Hooks on the outermost modules of ``keep_in_fp32_modules``; ``remove()`` ends them."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast((args, kwargs), torch.float32)
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
-        return cast(output, precision.compute or torch.float32)
+        return cast(output, precision.param_dtype or torch.float32)
 
     handles = list[RemovableHandle]()
-    for name, module in model.named_modules() if precision.keep else ():
+    for name, module in model.named_modules() if precision.keep_in_fp32_modules else ():
         if precision.keeps(f"{name}.") and not precision.keeps(name):
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after))

@@ -5,7 +5,10 @@ A unit whose outputs were not all found would be freed too early.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
+from gc import get_referents
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ __all__ = [
 ]
 
 _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_NOT_OF_A_CALL = (*_LEAVES, nn.Module, Node, ModuleType, CodeType, type)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -74,7 +78,7 @@ def may_hide_tensors(tree: Any) -> bool:
 
 
 def tensors_in_objects(tree: Any) -> list[Tensor]:
-    """The tensors in attributes of objects that ``tensors`` does not look into."""
+    """The tensors in attributes, slots, closures and iterators, where ``tensors`` does not look."""
     result: list[Tensor] = []
     seen: set[int] = set()  # objects may refer to each other
     waiting = [tree]
@@ -82,10 +86,17 @@ def tensors_in_objects(tree: Any) -> list[Tensor]:
         for leaf in tree_leaves(waiting.pop()):
             if isinstance(leaf, Tensor):
                 result.append(leaf)
-            elif not isinstance(leaf, (*_LEAVES, nn.Module, type)) and id(leaf) not in seen:
+            elif not isinstance(leaf, _NOT_OF_A_CALL) and id(leaf) not in seen:
                 seen.add(id(leaf))
-                waiting += getattr(leaf, "__dict__", {}).values()
+                waiting += _held_by(leaf)
     return result
+
+
+def _held_by(leaf: Any) -> Sequence[Any]:
+    """Its attributes, slots or items; of a function not the globals of its module."""
+    if isinstance(leaf, FunctionType):
+        return leaf.__closure__, leaf.__defaults__, leaf.__kwdefaults__
+    return get_referents(leaf)
 
 
 def grad_fns(tree: Any, with_bases: bool = False) -> list[Node]:

@@ -1,11 +1,11 @@
 """Carries out events and reports facts. What happens in a step is decided elsewhere, by values.
 
-    user's code ─ cue ─▶ runtime ─┬─ as expected ──▶ the schedule's events ─┐
-                                  └─ a surprise ───▶ improvise(facts, cue) ─┴─▶ carried out, if due
+    user's code ─ cue ─▶ runtime ─┬─ as expected ──▶ what was decided beforehand ─┐
+                                  └─ a surprise ───▶ decide(facts, cue) ──────────┴─▶ done, if due
 
-From the first cue that the schedule of the step's mode does not list there, the rest of the step
-is improvised, and what really happened is the order of the next step. The same holds on every
-rank, so an improvised step cannot hang.
+From the first cue that the schedule of the step's mode does not list there, each cue of the step
+is decided when it comes, and what really happened is the order of the next step. The same holds on
+every rank, so such a step cannot hang.
 """
 
 from __future__ import annotations
@@ -17,37 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
+from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.use_errors import gradient_without_gather
-from shardwise.precision import Precision
+from shardwise.memory.shard_tensor.use_errors import gradient_without_gather
+from shardwise.plan.schedule.cursor import Cursor
+from shardwise.plan.schedule.decide import Facts, Step, Upcoming, decide
+from shardwise.plan.schedule.events import Cue, Event, Mode, Op, Order, Phase, Policy
 from shardwise.runtime.schedules import Schedules
 from shardwise.runtime.trained import Trained
 from shardwise.runtime.unit import UnitState
-from shardwise.schedule.cursor import Cursor, Step
-from shardwise.schedule.events import Cue, Event, Mode, Op, Order, Phase, Policy
-from shardwise.schedule.improvise import (
-    Facts,
-    end_events,
-    improvise,
-    is_due,
-    reduces_left_over,
-    released,
-)
 
 __all__ = ["Runtime"]
 
 log = logging.getLogger("shardwise")
-
-ACTS = {
-    Op.LOAD: UnitState.load,
-    Op.UPDATE: UnitState.update,
-    Op.GATHER: UnitState.gather,
-    Op.FREE: UnitState.free,
-    Op.REDUCE: UnitState.reduce,
-    Op.SETTLE: UnitState.settle,
-    Op.STORE: UnitState.store,
-}
 
 
 class Runtime:
@@ -66,7 +49,7 @@ class Runtime:
         order: Order,
     ) -> None:
         self.units, self.comm, self.policy = units, comm, policy
-        self.trained = Trained(units.values(), comm, precision.stored)
+        self.trained = Trained(units.values(), comm, precision.stored_dtype)
         self.schedules, self._cursor = Schedules(units, policy, order), Cursor("train", ())
         # Only ``reduces`` is set from outside.
         self.facts = Facts(trained=self.trained.units, reloads=policy.reloads)
@@ -81,7 +64,9 @@ class Runtime:
         #: Pinned, and whole, before the forward pass without gradients.
         self._pinned: frozenset[str] = frozenset()
         self._kept: frozenset[str] = frozenset()
-        self.at_step_end: Callable[[Comm], object] = lambda _: None  # once gradients were reduced
+        self.at_step_end: Callable[[Comm], object] = lambda _: None  # once gradients are reduced
+        #: Called before an optimizer updates: what rooms above have to check or to finish by then.
+        self.before_update: list[Callable[[], object]] = []
         self.listeners: list[Callable[[Event], None]] = []  # of events that are carried out
 
     def whole_trainable(self) -> Iterator[nn.Parameter]:
@@ -101,18 +86,16 @@ class Runtime:
             else:
                 self.serve(unit, Phase.BACKWARD, "recomputed")
         finally:  # not before: the cue may bring what frees the unit after an earlier call
-            calls = self.facts.forward if phase is Phase.FORWARD else self.facts.backward
-            calls[unit] += 1
+            self.facts.calls(phase)[unit] += 1
 
     def exit(self, unit: str, phase: Phase, listed: bool = True) -> None:
         """A call of ``unit`` has ended, or its backward pass has."""
-        calls = self.facts.forward if phase is Phase.FORWARD else self.facts.backward
-        calls[unit] -= 1
+        self.facts.calls(phase)[unit] -= 1
         if listed:
             self._cue(Cue(Op.EXIT, unit, phase))
 
     def serve(self, unit: str, phase: Phase, reason: str) -> None:
-        """Let a unit be whole now, whatever the schedule says."""
+        """Unshard a unit now, whatever the schedule says."""
         if unit not in self.facts.gathered:
             self._carry_out(self.policy.gathering(unit, phase, reason))
         self.units[unit].ready()
@@ -120,7 +103,9 @@ class Runtime:
     def _cue(self, cue: Cue) -> None:
         step = self._cursor.match(cue)
         if step is None:
-            step = self._improvised(cue)
+            ends = cue.phase is Phase.BACKWARD
+            is_last = ends and not self._cursor.awaits_backward(cue.unit, Op.EXIT)
+            step = Step.of(cue, self._decide(cue, is_last))
         if step.before:
             self._carry_out(step.before)
         if cue.op is Op.ENTER:
@@ -130,18 +115,17 @@ class Runtime:
         if step.after:
             self._carry_out(step.after)
 
-    def _improvised(self, cue: Cue) -> Step:
-        last = not self._cursor.awaits_backward(cue.unit, Op.EXIT)
-        listed = tuple(improvise(self.policy, self.facts, cue, last))
-        return Step(cue, listed, ()) if cue.op is Op.ENTER else Step(cue, (), listed)
+    def _decide(self, cue: Cue, is_last: bool = False) -> list[Event]:
+        """The events of a cue that was not expected; ``is_last``: of the calls of its unit."""
+        return decide(self.policy, self.facts, cue, Upcoming(is_last=is_last))
 
     # ---- events ----------------------------------------------------------------------------
 
     def _carry_out(self, listed: Iterable[Event]) -> None:
         for event in listed:
-            if is_due(event, self.facts):
+            if self.facts.is_due(event):
                 self.facts.note(event)
-                ACTS[event.op](self.units[event.unit])
+                self.units[event.unit].carry_out(event.op)
                 if self.listeners and event[:2] not in self._unreported:
                     self._report(event)
 
@@ -149,12 +133,12 @@ class Runtime:
         for listener in self.listeners:
             listener(event)
 
-    def _finish(self, phase: Phase, freed: Collection[str], keep: Collection[str] = ()) -> None:
+    def _finish(self, end: Cue, stay: Collection[str], pinned: Collection[str] = ()) -> None:
         """A pass is over: what is in flight is settled, and units are freed, with their pins."""
-        self.facts.unpin({*keep, *(self.units.keys() - freed)})
-        if phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
-            self._expire(freed, steps_only=True)
-        self._carry_out(end_events(self.policy, self.facts, freed, phase))
+        self.facts.unpin({*stay, *pinned})
+        if end.phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
+            self._expire(self.units.keys() - stay, steps_only=True)
+        self._carry_out(self._decide(end))
 
     # ---- the forward pass --------------------------------------------------------------------
 
@@ -183,9 +167,11 @@ class Runtime:
     def end_forward(self, cursor: Cursor) -> None:
         """A forward pass is over: end the step, if no backward pass will."""
         if self._cursor.mode == "forward":
-            self._cue(Cue(Op.END, "", Phase.FORWARD))
+            end = Cue(Op.END, "", Phase.FORWARD)
+            self._cursor.match(end)
+            self._report(Event(*end))
             self._fence("forward")
-            self._finish(Phase.FORWARD, self.units.keys() - self._kept, keep=self._pinned)
+            self._finish(end, self._kept, self._pinned)
             self.facts.pinned &= self._pinned
             self._learn()
             self._cursor = cursor
@@ -196,7 +182,7 @@ class Runtime:
     # ---- the backward pass -------------------------------------------------------------------
 
     def begin_backward(self, recorded: bool) -> None:
-        """Before the first gradient: the shards' own gradients step aside.
+        """Begin a backward pass before its first gradient: the shards' own gradients step aside.
 
         A pass that is ``recorded`` makes a graph, whose backward pass reads parameters before it
         comes to a unit; so units stay whole for it.
@@ -227,17 +213,18 @@ class Runtime:
         return not self._cursor.awaits_backward(state.name, Op.ENTER)
 
     def end_backward(self, kept: bool) -> None:
-        """After the last gradient; ``kept``: the graph of the pass is there for another one."""
-        facts, cue = self.facts, Cue(Op.END, "", Phase.BACKWARD)
-        step = self._cursor.match(cue) or Step(cue, (), ())
-        self._carry_out(step.before)
+        """End a backward pass; ``kept``: its graph is kept for another one."""
+        facts, end = self.facts, Cue(Op.END, "", Phase.BACKWARD)
+        self._cursor.match(end)
         collected = [name for name, state in self.units.items() if state.collected]
-        self._carry_out(reduces_left_over(facts, collected))
+        left = [name for name in collected if facts.reduces and name not in facts.reducing]
+        for unit in left:  # gradients that came outside of its calls
+            self._carry_out(self._decide(Cue(Op.EXIT, unit, Phase.BACKWARD), is_last=True))
         used = self.trained.ask_used() if facts.reduces else None
-        self._report(Event(*cue))
-        self._carry_out(step.after)
+        self._report(Event(*end))
         facts.keeps_graph = facts.keeps_graph and kept
-        self._finish(Phase.BACKWARD, released(self.policy, facts, self.units))
+        frees = [unit for unit, placement in self.policy.placements.items() if placement.frees]
+        self._finish(end, () if facts.reduces else self.units.keys() - frees)
         self.trained.end_backward(used)
         if used is not None and self.trained.buckets:  # every rank has answered
             self._peers_may_read = False
@@ -246,7 +233,7 @@ class Runtime:
         self._learn()
 
     def _learn(self) -> None:
-        """What really happened is the order of the next step."""
+        """Take what really happened as the order of the next step."""
         self._cursor.ended = True
         cursor, logs = self._cursor, self.comm.rank == 0
         self.schedules.learn(cursor.mode, cursor.changed_order(), logs)
@@ -268,6 +255,14 @@ class Runtime:
             self.units[name].free(still_read=True)
         self._expire(self.units, steps_only)
         gathered.clear()
+
+    def expect_update(self) -> None:
+        """Parameters are updated next, or their gradients scaled: between steps, on all ranks."""
+        for entry in self.before_update:
+            entry()
+        self.end_step(steps_only=True)
+        self.await_readers()
+        self.check_reduced()
 
     def check_reduced(self) -> None:
         """Raises ``ScheduleError`` if gradients wait for micro-batches that have not come."""
@@ -307,7 +302,7 @@ class Runtime:
         self._peers_may_read = False
 
     def update_trained(self) -> None:
-        """From now on those parameters are trained whose ``requires_grad`` is set now."""
+        """Look up ``requires_grad``: the parameters that have it are trained from now on."""
         self.trained.update()
         if self.trained.units == self.facts.trained:
             return

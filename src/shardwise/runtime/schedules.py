@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from shardwise.plan.schedule.decide import Step, steps
+from shardwise.plan.schedule.events import Mode, Order, Policy, UnitBytes
 from shardwise.runtime.unit import UnitState
-from shardwise.schedule.cursor import Step, steps
-from shardwise.schedule.events import Event, Mode, Order, Policy, UnitBytes, events
-from shardwise.schedule.placement import Placement
 
 __all__ = ["Schedules"]
 
@@ -46,7 +45,7 @@ class Schedules:
         self._take(frozenset(n for n, state in units.items() if state.trainable), _Kind(first))
 
     def turn_to(self, trained: frozenset[str]) -> None:
-        """From now on these units are trained."""
+        """Train these units from now on."""
         known = self._kinds.pop(trained) if trained in self._kinds else _Kind(dict(self.orders))
         self._take(trained, known)
         if len(self._kinds) > KINDS:
@@ -59,23 +58,14 @@ class Schedules:
     def nbytes(self) -> dict[str, UnitBytes]:
         return {name: state.nbytes() for name, state in self._units.items()}
 
-    def events(
-        self, mode: Mode, placements: Mapping[str, Placement] | None = None
-    ) -> tuple[Event, ...]:
-        """The schedule of ``mode``, as it stands now; or with other ``placements``."""
-        policy = self._policy.of_mode(mode)
-        if placements is not None:
-            policy = replace(policy, placements=placements)
-        return events(self.orders[mode], policy, self.nbytes())
-
     def script(self, mode: Mode) -> tuple[Step, ...]:
-        """The same, cut at its cues."""
+        """The schedule of ``mode``, as it stands now."""
         if mode not in self._scripts:
-            self._scripts[mode] = steps(self.events(mode))
+            self._scripts[mode] = steps(self.orders[mode], self._policy, self.nbytes(), mode)
         return self._scripts[mode]
 
     def set_order(self, mode: Mode, order: Order) -> None:
-        """Let ``mode`` have another order from now on."""
+        """Give ``mode`` another order from now on."""
         self.orders[mode] = order
         self._scripts.pop(mode, None)
 
@@ -92,7 +82,7 @@ class Schedules:
                 log.warning(
                     "the order of units changed in step %d (%s): the new one is used from now on. "
                     "A model whose order changes often gains nothing from prefetch; set "
-                    "prefetch=sw.Prefetch(forward=0, backward=0). This is said once.",
+                    "prefetch=sw.Prefetch(forward=0, backward=0). This is logged once.",
                     self.steps_done,
                     mode,
                 )

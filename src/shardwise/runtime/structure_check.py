@@ -17,8 +17,8 @@ from torch.nn.modules.module import (
 )
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.peft import ORDER, has_adapter
-from shardwise.integrations.wrappers import mark, refuse_wrapper, unmark
+from shardwise.memory.shard_tensor.adapter_order import ORDER, has_adapter
+from shardwise.runtime.other_engines import mark, refuse_wrapper, unmark
 from shardwise.torch_internals import children_of
 
 __all__ = ["StructureCheck"]
@@ -95,7 +95,7 @@ _watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StructureCheck]] = (
 
 @cache
 def _install_hooks() -> None:
-    """Once per process: torch's registration hooks are global and run for every model."""
+    """Install torch's registration hooks, once per process: they run for every model."""
     register_module_module_registration_hook(_on_registration)
     register_module_parameter_registration_hook(_on_registration)
 

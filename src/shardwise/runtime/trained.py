@@ -1,4 +1,4 @@
-"""Which parameters are trained: laid out when the model was sharded, looked up in every step.
+"""Trained parameters: laid out when the model was sharded, looked up in every step.
 
 A GAN switches its discriminator off and on in each step, a fine-tuning unfreezes a block now and
 then. A new layout would move every parameter and all optimizer state. So buckets stay as they
@@ -24,7 +24,7 @@ __all__ = ["Trained", "ask_used"]
 
 
 class Trained:
-    """Which parameters are trained, as of the last look.
+    """Parameters that are trained, as of the last look.
 
     Args:
         stored: the dtype in which trained parameters are to be stored; ``None`` = as they are.
@@ -73,7 +73,7 @@ class Trained:
         return ask_used(flags, self._comm)
 
     def end_backward(self, used: Callable[[], list[bool]] | None) -> None:
-        """Let every shard have its mean gradient, or what this rank has collected so far.
+        """Give every shard its mean gradient, or what this rank has collected so far.
 
         Args:
             used: the answer of ``ask_used``; ``None``: gradients are not reduced yet, and until
@@ -91,13 +91,8 @@ class Trained:
         for bucket, used_here in self.used.items():
             bucket.gradients.deliver(used_here, at_rest=not bucket.gathered)
 
-    def move_gradients(self) -> None:
-        """Bring them to where the optimizer steps."""
-        for bucket in self.buckets:
-            bucket.gradients.move()
-
     def forget_gradients(self) -> None:
-        """What was collected and not reduced was dropped."""
+        """Forget what was collected and not reduced: it was dropped."""
         self._unreduced = frozenset()
 
     def _agree(self, flags: list[bool]) -> None:
@@ -114,7 +109,7 @@ class Trained:
         self._comm.gather_rows(torch.zeros(1, dtype=torch.uint8), label)
 
     def _apply(self) -> None:
-        """Let gradients be expected of the parameters that are trained."""
+        """Expect gradients of the parameters that are trained."""
         flags = iter(self._flags)
         for state in self._states:
             for bucket in state.buckets:
@@ -135,13 +130,13 @@ class Trained:
 def _wrong_dtype(bucket: Bucket, index: int, stored: torch.dtype | None) -> ScheduleError:
     return ScheduleError(
         f"parameter {bucket.members[index].name!r} is trainable now, and was not when the model "
-        f"was sharded: its bucket is stored in {bucket.dtypes.stored}, and precision.stored asks "
-        f"for {stored}. Call sharded.relayout() after changing requires_grad."
+        f"was sharded: its bucket is stored in {bucket.dtypes.stored}, and precision.stored_dtype "
+        f"asks for {stored}. Call sharded.relayout() after changing requires_grad."
     )
 
 
 def ask_used(arrived: Sequence[bool], comm: Comm) -> Callable[[], list[bool]]:
-    """Which parameters had a gradient on any rank; call the answer to wait. A collective.
+    """Ask which parameters had a gradient on any rank; call the answer to wait. A collective.
 
     A plain training step leaves ``.grad`` at ``None`` where no gradient came, and an optimizer then
     leaves the parameter and its state alone. Ranks that take different branches would disagree

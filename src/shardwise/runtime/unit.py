@@ -6,11 +6,15 @@ import contextlib
 
 from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
+from shardwise.memory.gradients import Gradients
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.spec import bytes_of
-from shardwise.schedule.events import UnitBytes
+from shardwise.plan.schedule.events import Op, UnitBytes
+from shardwise.plan.spec import bytes_of
 
 __all__ = ["UnitState"]
+
+OF_PARAMETERS = {Op.LOAD: Bucket.load, Op.UPDATE: Bucket.update, Op.GATHER: Bucket.gather}
+OF_GRADIENTS = {Op.REDUCE: Gradients.reduce, Op.SETTLE: Gradients.settle, Op.STORE: Gradients.store}
 
 
 class UnitState:
@@ -52,17 +56,14 @@ class UnitState:
         for comm in fences:
             comm.fence(Label("fence", "written parameters"))
 
-    def load(self) -> None:
-        for bucket in self.buckets:
-            bucket.load()
-
-    def update(self) -> None:
-        for bucket in self.buckets:
-            bucket.update()
-
-    def gather(self) -> None:
-        for bucket in self.buckets:
-            bucket.gather()
+    def carry_out(self, op: Op) -> None:
+        """Do what an event says, in each bucket."""
+        if op is Op.FREE:
+            self.free()
+        for bucket in self.buckets if op in OF_PARAMETERS else ():
+            OF_PARAMETERS[op](bucket)
+        for bucket in self.trainable if op in OF_GRADIENTS else ():
+            OF_GRADIENTS[op](bucket.gradients)
 
     def ready(self) -> None:
         for bucket in self.buckets:
@@ -73,20 +74,8 @@ class UnitState:
         for bucket in self.trainable:
             bucket.gradients.arrived_now.clear()
 
-    def reduce(self) -> None:
-        for bucket in self.trainable:
-            bucket.gradients.reduce()
-
-    def settle(self) -> None:
-        for bucket in self.trainable:
-            bucket.gradients.settle()
-
-    def store(self) -> None:
-        for bucket in self.trainable:
-            bucket.gradients.store()
-
     def free(self, still_read: bool = False) -> None:
-        """Let the parameters be shards; ``still_read``: their memory stays."""
+        """Point the parameters at shards; ``still_read``: their memory stays."""
         try:
             self._keep_written()
         finally:
@@ -99,7 +88,7 @@ class UnitState:
             bucket.expect_step() if steps_only else bucket.expire()
 
     def show_shards(self) -> None:
-        """After a pass that stopped: parameters and ``.grad`` of a unit at rest. Nobody waits."""
+        """Show shards and their ``.grad`` after a pass that stopped. Nobody waits."""
         for bucket in self.buckets:
             bucket.rest()
             bucket.gradients.restore()

@@ -1,1 +1,1 @@
-"""Once per model: its values, its order, its shards."""
+"""Set-up, once per model: its values, its order, its shards."""

@@ -1,4 +1,4 @@
-"""From a model's whole parameters to this rank's shards, and back.
+"""This rank's shards of a model's unsharded parameters, and back.
 
 Unit by unit: values are made or received, each rank copies its own part, and the whole unit
 is let go before the next one, so that beyond the model as it was given no more than one unit
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 from shardwise.comm.malloc import trim
 from shardwise.comm.protocol import Comm
+from shardwise.config.options import Options
+from shardwise.config.placement import Placement
+from shardwise.config.version import __version__
 from shardwise.errors import ConfigError
-from shardwise.integrations.peft import check_adapters
-from shardwise.integrations.wrappers import check_unwrapped
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import sharding_of
-from shardwise.memory.spec import BucketSpec
-from shardwise.memory.unseen_calls import intercept_calls
-from shardwise.options import Options
+from shardwise.memory.shard_tensor.adapter_order import check_adapters
+from shardwise.memory.shard_tensor.unseen_calls import intercept_calls
+from shardwise.plan.sharding import sharding_of
+from shardwise.plan.spec import BucketSpec
+from shardwise.plan.units.units import Unit, Units
+from shardwise.runtime.other_engines import check_unwrapped
 from shardwise.runtime.unit import UnitState
-from shardwise.schedule.placement import Placement
 from shardwise.setup.materialise import checksums, give_values, leave_meta, sync
 from shardwise.setup.overlaps import check_overlaps, is_expanded
 from shardwise.torch_internals import buffers_of
-from shardwise.units.units import Unit, Units
-from shardwise.version import __version__
 
 __all__ = ["check_unsharded", "cut", "facts", "uncut", "warn_of_copies", "warn_of_one_unit"]
 
@@ -59,15 +59,14 @@ def check_unsharded(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"{name!r} is {tensor.layout}, and ranks exchange and store dense tensors. Keep it "
-                "dense, and call to_sparse() in forward(); or as an attribute that is no parameter "
-                "and no buffer."
+                f"{name!r} is {tensor.layout}, and ranks exchange and store dense tensors. Make it "
+                "dense and call to_sparse() in forward(), or make it a plain attribute."
             )
     check_overlaps(model)
 
 
 def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
-    """What every rank must have alike, as short texts to compare."""
+    """Return what every rank must have alike, as short texts to compare."""
     chosen = {
         k: v for k, v in vars(options).items() if k not in ("init", "load_later", "mesh", "ignored")
     }
@@ -143,7 +142,12 @@ def cut(
         if member.param not in options.load_later
     ]
     give_values(model, units, comm.device, options.init, options.load_later, finished)
-    given += _place_buffers(model, options.precision.buffers, comm, sends)
+    for param in model.parameters():
+        if param.is_meta:  # ``ignored=``, and read later
+            empty = torch.empty_like(param, device=comm.device)
+            made = nn.Parameter(empty, requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, made)
+    given += _place_buffers(model, options.precision.buffer_dtype, comm, sends)
     if sends:
         text = "states synchronised from rank 0 (%d tensors, %d bytes)"
         log.info(text, len(given), sum(given))

@@ -1,4 +1,4 @@
-"""Which compiler compiles the units of ``shard(compile=…)``, and which modules it gets.
+"""The compiler of the units of ``shard(compile=…)``, and the modules that it gets.
 
 Each unit's ``forward`` is compiled inside the hooks that gather and free the unit, so a graph
 holds no collective and needs no break. Compiling the whole model breaks its graph there anyway.
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.accelerators import ROWS, row
+from shardwise.comm.machine.accelerators import ROWS, row
 from shardwise.errors import ConfigError, nearest
+from shardwise.plan.units.units import Units
 from shardwise.torch_internals import is_compiled
-from shardwise.units.units import Units
 
 __all__ = ["backend_of", "check_not_compiled", "compile_forward", "compiled_modules"]
 

@@ -1,4 +1,4 @@
-"""What runs in place of the ``forward`` of units' modules, inside the hooks that gather them.
+"""The wrappers of ``forward`` of units' modules, inside the hooks that gather them.
 
     hooks ─▶ saved tensors on the host ─▶ compiled ─▶ recomputed in backward ─▶ forward
 
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.options import Options
+from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.options import Options
+from shardwise.plan.units.units import Units
 from shardwise.setup.compiler import (
     backend_of,
     check_not_compiled,
@@ -23,12 +25,11 @@ from shardwise.setup.compiler import (
     compiled_modules,
 )
 from shardwise.setup.recompute import (
-    ActivationCheckpointing,
     check_own_checkpointing,
     offload,
+    picked,
     recompute,
 )
-from shardwise.units.units import Units
 
 __all__ = ["Forwards"]
 
@@ -82,7 +83,7 @@ def _checkpointing(model: nn.Module, units: Units, options: Options) -> list[Rep
     if (policy := _policy(options)) is None:
         return []
     check_own_checkpointing(model)
-    return [("recomputed (non-reentrant)", policy.pick(units), recompute)]
+    return [("recomputed (non-reentrant)", picked(policy, units), recompute)]
 
 
 def _compiling(
@@ -99,4 +100,4 @@ def _offloading(units: Units, options: Options, device: torch.device) -> list[Re
     policy = _policy(options)
     if policy is None or not policy.offload:
         return []
-    return [("inputs on the host", policy.pick(units), partial(offload, device=device))]
+    return [("inputs on the host", picked(policy, units), partial(offload, device=device))]

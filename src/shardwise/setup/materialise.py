@@ -1,4 +1,4 @@
-"""How a model's values come to be on every rank: given, made, or sent by rank 0.
+"""A model's values on every rank: given, made, or sent by rank 0.
 
 A model that was built on the meta device has shapes and no values. Making it whole on every
 rank and then sharding it needs room for all of it; here it is made module by module in the
@@ -17,21 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.protocol import Comm, Label
+from shardwise.config.options import Init
 from shardwise.errors import ConfigError
+from shardwise.plan.units.units import Unit
 from shardwise.torch_internals import buffers_of, parameters_of
-from shardwise.units.units import Unit
 
-__all__ = ["Init", "checksums", "default_init", "give_values", "leave_meta", "sync"]
-
-Init = Callable[[nn.Module], Any]
-"""Gives a module's own parameters and buffers (not its children's) their values."""
-
-
-def default_init(module: nn.Module) -> None:
-    """``module.reset_parameters()`` where there is one."""
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
-        reset()
+__all__ = ["checksums", "give_values", "leave_meta", "sync"]
 
 
 def give_values(
@@ -92,7 +83,7 @@ def _is_unmade(tensor: Tensor, load_later: frozenset[Tensor]) -> bool:
 
 
 def leave_meta(param: nn.Parameter, device: torch.device) -> None:
-    """Let it be an empty one of ``device``, which can then show any memory."""
+    """Make it an empty tensor of ``device``, which can then show any memory."""
     empty = torch.empty(0, dtype=param.dtype, device=device)
     torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
 
@@ -150,14 +141,14 @@ def _is_marked(tensor: Tensor) -> bool:
 
 
 def _marks(tensor: Tensor) -> Tensor:
-    """Which elements are as ``_mark`` has filled them."""
+    """Return which elements are as ``_mark`` has filled them."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.detach().isnan()
     return tensor if tensor.dtype is torch.bool else tensor == torch.iinfo(tensor.dtype).max
 
 
 def _same_numbers(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn inside the block is drawn again after it."""
+    """Restore the generators after the block, so that its random numbers are drawn again."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)

@@ -71,7 +71,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Where its elements lie in its storage."""
+    """Return the range of its elements in its storage."""
     places = torch.tensor(tensor.storage_offset())
     for n, step in zip(tensor.shape, tensor.stride(), strict=True):
         places = places[..., None] + torch.arange(n) * step
@@ -84,8 +84,8 @@ def _error(one: Named, other: Named) -> ConfigError:
     )
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     return ConfigError(
-        f"parameter {first!r} and {kind} {second!r} share memory, and a shard has memory of its "
-        "own, so a change of one would no longer be one of the other. To tie two parameters, let "
-        "both modules hold one nn.Parameter object (head.weight = embed.weight, not "
-        "head.weight.data = embed.weight.data); otherwise give one of them a .clone()."
+        f"parameter {first!r} and {kind} {second!r} share memory, and after shard() each would "
+        "have its own, so a change of one would no longer change the other. To tie two "
+        "parameters, assign one nn.Parameter object to both modules (head.weight = embed.weight, "
+        "not head.weight.data = embed.weight.data); otherwise give one of them a .clone()."
     )

@@ -10,7 +10,6 @@ gradient, so frozen embeddings and LoRA work too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,60 +18,33 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.arguments import checked
+from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.errors import ConfigError, nearest
+from shardwise.plan.units.units import Unit
 from shardwise.torch_internals import storage_key
-from shardwise.units.units import Unit
 
-__all__ = ["ActivationCheckpointing", "check_own_checkpointing", "offload", "recompute"]
+__all__ = ["check_own_checkpointing", "offload", "picked", "recompute"]
 
 Forward = Callable[..., Any]
 
 
-@checked
-@dataclass(frozen=True)
-class ActivationCheckpointing:
-    """Which units are recomputed in the backward pass, instead of keeping their activations.
-
-    Attributes:
-        units: classes, class names, or patterns of units' names as ``fnmatch`` reads them
-            (``"layers.1?"``); none = the units of each class that occurs more than once.
-        every: of these units every n-th: with 2 the second, the fourth …
-        offload: keep the inputs of these units in host memory until they are recomputed, pinned
-            if the device can (``torch.autograd.graph.save_on_cpu``). On CPU they are copies.
-
-    Raises:
-        ConfigError: ``every`` is below 1; when applied to a model: a pattern matches no unit.
-    """
-
-    units: str | type[nn.Module] | Sequence[str | type[nn.Module]] = ()
-    every: int = 1
-    offload: bool = False
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(
-                f"every is {self.every}, so no unit would be recomputed. Pass 1 for all of them, "
-                "or activation_checkpointing=False for none."
-            )
-
-    def pick(self, units: Sequence[Unit]) -> list[nn.Module]:
-        """The modules of ``units`` to recompute, in order of registration."""
-        # A unit of several modules (a tied embedding and head) is not one call, nor is the root.
-        called = [unit for unit in units if len(unit.modules) == 1 and unit.name]
-        names = [unit.class_name for unit in called]
-        given = (self.units,) if isinstance(self.units, str | type) else self.units
-        patterns = [one if isinstance(one, str) else one.__name__ for one in given]
-        for pattern in patterns:
-            if not any(_matches(unit, pattern) for unit in called):
-                raise _no_such_unit(pattern, called)
-        picked = [
-            unit
-            for unit in called
-            if (any(_matches(unit, pattern) for pattern in patterns) if patterns
-                else names.count(unit.class_name) > 1)
-        ]  # fmt: skip
-        return [unit.modules[0] for unit in picked[self.every - 1 :: self.every]]
+def picked(policy: ActivationCheckpointing, units: Sequence[Unit]) -> list[nn.Module]:
+    """Return the modules of ``units`` to recompute, in order of registration."""
+    # A unit of several modules (a tied embedding and head) is not one call, nor is the root.
+    called = [unit for unit in units if len(unit.modules) == 1 and unit.name]
+    names = [unit.class_name for unit in called]
+    given = (policy.units,) if isinstance(policy.units, str | type) else policy.units
+    patterns = [one if isinstance(one, str) else one.__name__ for one in given]
+    for pattern in patterns:
+        if not any(_matches(unit, pattern) for unit in called):
+            raise _no_such_unit(pattern, called)
+    chosen = [
+        unit
+        for unit in called
+        if (any(_matches(unit, pattern) for pattern in patterns) if patterns
+            else names.count(unit.class_name) > 1)
+    ]  # fmt: skip
+    return [unit.modules[0] for unit in chosen[policy.every - 1 :: policy.every]]
 
 
 def _matches(unit: Unit, pattern: str) -> bool:

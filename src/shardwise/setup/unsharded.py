@@ -1,4 +1,4 @@
-"""What becomes of a model's handle when the model is plain again."""
+"""A model's handle after the model is plain again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def unsharded(kind: type[T]) -> type[T]:
             return object.__getattribute__(handle, name)
         raise ConfigError(
             f"{name} of a handle whose {type(handle.model).__name__} is not sharded any more, "
-            "after unshard(): there are no shards to use. Use the model itself, which is plain and "
-            "whole; or shard it again, and use the handle that sw.shard() returns."
+            "after unshard(): there are no shards to use. Use the model itself, which is plain; "
+            "or shard it again, and use the handle that sw.shard() returns."
         )
 
     def described(handle: Any) -> str:

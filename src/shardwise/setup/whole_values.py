@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.torch_internals import ASSIGN, disable_torch_function, parameters_of
 
 __all__ = ["StateHooks", "local_state", "whole_copy"]
@@ -62,7 +62,7 @@ class StateHooks:
     def _take_parts(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
-        """Let ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
+        """Make ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
         if not self._idle():
             return
         if metadata.get(ASSIGN, False):
@@ -97,7 +97,7 @@ def _part(value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:
     raise ConfigError(
         f"parameter {sharding.name!r} has shape {tuple(value.shape)} in the state dict and "
         f"{tuple(sharding.shape)} in the model (this rank's shard: {tuple(param.shape)}), so it "
-        "cannot be loaded. Load whole tensors of this model, as model.state_dict() gives them, or "
+        "cannot be loaded. Load full tensors of this model, as model.state_dict() gives them, or "
         "this rank's own shards, as sharded.local_state_dict() does."
     )
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
-from shardwise.precision import Precision
+from shardwise.plan.blueprint import Blueprint
+from shardwise.plan.schedule.events import Order, Phase
 from shardwise.runtime.kept import cast_around_kept, input_dtypes
 from shardwise.runtime.pytrees import cast, cast_where_needed, tensors
-from shardwise.schedule.events import Order, Phase
 from shardwise.torch_internals import FakeTensorMode, tree_leaves, tree_map
-from shardwise.tracing.blueprint import Blueprint
 from shardwise.tracing.watch import Placed, Watch
 
 __all__ = ["Joint", "tensor_leaves", "trace_joint"]
@@ -94,8 +94,8 @@ class _Step:
             for handle in cast_around_kept(self.model, self.precision):
                 casts.enter_context(handle)
             returned = torch.func.functional_call(self.model, dict(state), args, kwargs)
-        if self.precision.output is not None:
-            returned = cast(returned, self.precision.output)
+        if self.precision.output_dtype is not None:
+            returned = cast(returned, self.precision.output_dtype)
         outputs = tensors(returned)
         self.has_gradient = [output.requires_grad for output in outputs]
         return outputs
@@ -135,7 +135,8 @@ def trace_joint(
         ScheduleError: the model looks at values, which fake tensors do not have, or cannot be
             called in this way.
     """
-    watch, device = Watch(blueprint.units.unit_names), blueprint.device
+    watch = Watch(blueprint.units.unit_names)
+    device = next((spec.shard.device for spec in blueprint.buckets), torch.device("cpu"))
     trained = [name for name, tensor in state.items() if tensor.requires_grad]
     precision, called = blueprint.options.precision, {model, *blueprint.units.unit_names}
     dtypes = input_dtypes(model, called, precision)

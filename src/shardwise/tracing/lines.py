@@ -14,9 +14,10 @@ from torch import Tensor, fx
 
 from shardwise.comm.codec import codec_of, wire_nbytes
 from shardwise.comm.protocol import Comm
-from shardwise.memory.spec import BucketSpec
-from shardwise.printed import size
-from shardwise.tracing.blueprint import Blueprint, of_shape
+from shardwise.plan.blueprint import Blueprint
+from shardwise.plan.draw import name_of, of_shape
+from shardwise.plan.printed import size
+from shardwise.plan.spec import BucketSpec
 from shardwise.tracing.operations import (
     all_gather,
     load,
@@ -79,7 +80,7 @@ class Lines:
 
     def named(self, prefix: str, spec: BucketSpec) -> str:
         """``("shard", …) → "shard_blocks_0"``."""
-        return identifier(prefix, self.blueprint.name_of(spec))
+        return identifier(prefix, name_of(self.blueprint, spec))
 
     # ---- on one rank -----------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class Lines:
         self, prefix: str, spec: BucketSpec, full: fx.Node, comm: Comm, reason: str
     ) -> fx.Node:
         """A reduce-scatter that begins."""
-        wire, numel = spec.dtypes.wire, full.meta["val"].numel()
+        wire, numel = spec.dtypes.reduce, full.meta["val"].numel()
         nbytes = wire_nbytes(wire, numel, comm.size)
         sent = nbytes - nbytes // comm.size
         return self.call(
@@ -144,7 +145,7 @@ class Lines:
         )
 
     def wait(self, prefix: str, spec: BucketSpec, begun: fx.Node, note: str = "") -> fx.Node:
-        """What was begun, awaited."""
+        """Wait for what was begun."""
         return self.call(self.named(prefix, spec), begun.meta["val"], wait, begun, note=note)
 
     def axis(self, spec: BucketSpec, comm: Comm) -> str:

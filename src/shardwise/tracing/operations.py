@@ -1,4 +1,4 @@
-"""What a program calls beside torch's own operations.
+"""Calls of a program beside torch's own operations.
 
 A *primitive* stands for a collective in the stages that only show it: it says what would happen,
 and cannot be called. The last stage puts its *implementation* in its place, which does what the
@@ -53,7 +53,7 @@ def axes_of(comm: Comm, replicate: int, shard: int) -> tuple[Comm, Comm]:
 
 
 class Primitive:
-    """What a program shows where something is sent, awaited or released.
+    """Operation that a program shows where something is sent, awaited or released.
 
     Args:
         name: as it is printed.
@@ -120,7 +120,7 @@ def reduce_scatter_impl(
 
 
 def free_impl(comm: Comm, full: Tensor) -> None:
-    """Let its memory go; what all ranks map goes with its last tensor."""
+    """Free its memory; what all ranks map goes with its last tensor."""
     if not comm.memory.shared:
         comm.memory.free(full.untyped_storage())
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from shardwise.precision import dtype_name
+from shardwise.config.precision import dtype_name
 from shardwise.torch_internals import OpOverload
 from shardwise.tracing import operations
 
@@ -58,7 +58,7 @@ class Program:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """In the order of the lines; one rank alone has none."""
+        """List the collectives in the order of the lines; one rank alone has none."""
         nodes = (node.meta.get("collective") for node in self.graph.nodes)
         return tuple(shown for shown in nodes if shown is not None and shown.sent)
 

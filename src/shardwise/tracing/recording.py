@@ -1,4 +1,4 @@
-"""What a sharded model really did, beside what was planned, for Perfetto and chrome://tracing.
+"""A recording of a model's step, beside what was planned, for Perfetto and chrome://tracing.
 
 Two processes are drawn: the schedule, and the recording. An event of the schedule is drawn at the
 time at which it was done; one that was not done, at that of the event before it, and is named so.
@@ -15,10 +15,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from shardwise.arguments import checked
-from shardwise.printed import Schedule
-from shardwise.schedule.events import Event, Op
-from shardwise.sharded import Sharded
+from shardwise.api.sharded import Sharded
+from shardwise.errors.arguments import checked
+from shardwise.plan.printed import Schedule
+from shardwise.plan.schedule.events import Event, Op
 
 __all__ = ["Recording", "Timed", "record"]
 
@@ -46,7 +46,7 @@ class Recording:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What was done, without times."""
+        """List the events that were carried out, without times."""
         return tuple(timed.event for timed in self.done)
 
     def __str__(self) -> str:

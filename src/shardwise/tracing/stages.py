@@ -1,4 +1,4 @@
-"""From a module to the programs that run, stage by stage.
+"""The programs of a module, stage by stage.
 
     functional       torch's graph of the module, a function of its parameters
     synchronize      each sharded parameter is made whole before it is used
@@ -17,25 +17,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from operator import getitem
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from shardwise.comm.mesh import Shape
+from shardwise.comm.mesh import Ranks, Shape
 from shardwise.comm.protocol import Comm
+from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.ignored import Ignored
+from shardwise.config.options import Options, default_init
+from shardwise.config.precision import Precision
+from shardwise.config.prefetch import Prefetch
 from shardwise.errors import ConfigError
-from shardwise.memory.spec import BucketSpec
-from shardwise.printed import Schedule
-from shardwise.schedule.cursor import steps
-from shardwise.schedule.events import Prefetch
-from shardwise.tracing.blueprint import Blueprint, draw
+from shardwise.errors.arguments import checked, taken
+from shardwise.plan.blueprint import Blueprint
+from shardwise.plan.draw import draw, name_of
+from shardwise.plan.printed import Schedule
+from shardwise.plan.schedule.decide import steps
+from shardwise.plan.spec import BucketSpec
+from shardwise.plan.units.wrap import Wrap
 from shardwise.tracing.joint import Joint, tensor_leaves, trace_joint
 from shardwise.tracing.lines import identifier
 from shardwise.tracing.operations import IMPLEMENTATIONS, axes_of, synchronize
 from shardwise.tracing.program import Collective, Program
 from shardwise.tracing.writer import DETACH, write
-from shardwise.units.wrap import Wrap
 
 __all__ = ["Ran", "Stage", "Trace", "trace"]
 
@@ -44,7 +50,7 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What one pass made.
+    """The result of one pass.
 
     Attributes:
         name, does: the pass, and what it did.
@@ -60,7 +66,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank has after it ran both programs.
+    """State of a rank after it ran both programs.
 
     Attributes:
         outputs: the tensors that the module returns.
@@ -138,7 +144,7 @@ class Trace:
         given = enumerate(tensor_leaves(_given(inputs)))
         values |= {f"input_{index}": tensor for index, tensor in given}
         for spec in self.blueprint.buckets:
-            name = self.blueprint.name_of(spec)
+            name = name_of(self.blueprint, spec)
             values[identifier("shard", name)] = _at_rest(spec, state)
             if spec.kept:
                 values[identifier("full", name)] = _whole(spec, state)
@@ -153,13 +159,27 @@ class Trace:
         return Ran(outputs, dict(zip(self.joint.gradients, grads, strict=True)))
 
 
+@checked
 def trace(
     model: nn.Module,
     inputs: Inputs,
     strategy: str = "full_shard",
     ranks: tuple[int, int] = (0, 2),
     wrap: Wrap | None = None,
-    **options: Any,
+    *,
+    precision: Precision = Precision(),
+    prefetch: Prefetch = Prefetch(),
+    offload: Literal["none", "optimizer", "everything"] = "none",
+    bucketing: Literal["block", "layer", "none"] = "block",
+    uneven: Literal["pad", "error"] = "pad",
+    blocksize: int = 0,
+    residency: int = 0,
+    sync_module_states: bool = True,
+    ignored: Ignored = (),
+    buffers: Literal["local", "broadcast", "average"] = "local",
+    activation_checkpointing: bool | ActivationCheckpointing = False,
+    compile: bool | str = False,  # noqa: A002
+    mesh: Ranks | tuple[int, int] | None = None,
 ) -> Trace:
     """The programs of one training step, without ranks, devices or memory for the model.
 
@@ -168,7 +188,7 @@ def trace(
             the meta device.
         inputs: a tensor, a tuple of arguments or a mapping of keyword arguments. Shapes and dtypes
             are read, values are not.
-        strategy, wrap, options: as for ``shard()``.
+        strategy, wrap, precision, …, mesh: as for ``shard()``.
         ranks: which rank the programs are for, and of how many: ``(7, 1024)``.
 
     Returns:
@@ -179,14 +199,15 @@ def trace(
         ScheduleError: the model looks at values, which a trace does not have, or cannot be called
             with these inputs.
     """
-    if options.get("ignored"):
+    options = taken(Options, {**locals(), "init": default_init, "load_later": frozenset()})
+    if ignored:
         raise ConfigError(
             "ignored= leaves parameters in no unit, and a traced program has those of units only. "
             "Trace the model without it."
         )
     shared = (*model.parameters(), *model.buffers())
     model = deepcopy(model, {id(tensor): tensor for tensor in shared})  # forward() may write to it
-    blueprint = draw(model, strategy, wrap, ranks, **options)
+    blueprint = draw(model, strategy, wrap, ranks, **vars(options))
     joint = trace_joint(model, _state(model, blueprint), _given(inputs), blueprint)
     schedule = blueprint.schedule(joint.order)
     title = f"of {type(model).__name__}, {schedule.strategy}, rank {ranks[0]} of {ranks[1]}"
@@ -201,8 +222,8 @@ def _given(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _state(model: nn.Module, blueprint: Blueprint) -> dict[str, Tensor]:
     """Parameters as they are computed in, and buffers, on the meta device."""
-    dtypes = {slot.name: spec.dtypes.compute for spec in blueprint.buckets for slot in spec.slots}
-    cast = blueprint.options.precision.buffers
+    dtypes = {slot.name: spec.dtypes.param for spec in blueprint.buckets for slot in spec.slots}
+    cast = blueprint.options.precision.buffer_dtype
     state = {
         name: torch.empty_like(param, dtype=dtypes[name], device="meta").requires_grad_(
             param.requires_grad
@@ -227,7 +248,7 @@ def _whole(spec: BucketSpec, state: Mapping[str, Tensor]) -> Tensor:
     full = torch.zeros(spec.layout.numel, dtype=spec.dtypes.stored)
     for slot, view in zip(spec.slots, spec.full_views(full), strict=True):
         view.copy_(state[slot.name])
-    return full.to(spec.dtypes.compute)
+    return full.to(spec.dtypes.param)
 
 
 # --- the passes ------------------------------------------------------------------------------
@@ -260,7 +281,8 @@ def _stages(joint: Joint, blueprint: Blueprint, title: str) -> Iterator[Stage]:
         ("limit in flight", prefetch),
     )
     for name, policy in passes:
-        script = steps(blueprint.events(joint.order, policy))
+        ahead = replace(blueprint.policy, prefetch=policy)
+        script = steps(joint.order, ahead, blueprint.nbytes)
         graphs = write(joint, blueprint, script, at_once=name == "split")
         yield stage(name, _did(name, graphs, len(joint.gradients), policy), *graphs)
     does = "Each primitive is replaced by its implementation, which is given the comm."

@@ -1,4 +1,4 @@
-"""Where in a graph that torch traces the units begin and end, forward and backward.
+"""Begin and end of each unit, forward and backward, in a graph that torch traces.
 
 In the forward pass modules' hooks tell. In the backward pass autograd's nodes do: each has the
 number that it got in the forward pass, so the unit whose call made it is known, and autograd goes
@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from shardwise.plan.schedule.events import Cue, Op, Phase
 from shardwise.runtime.pytrees import grad_fns
-from shardwise.schedule.events import Cue, Op, Phase
 from shardwise.torch_internals import (
     is_accumulate_grad,
     next_sequence_number,
@@ -65,7 +65,7 @@ class Watch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the units' modules have hooks."""
+        """Install hooks on the units' modules inside the block."""
         with ExitStack() as hooks:
             for module, unit in self._unit_names.items():
                 enter, leave = partial(self._enter, unit), partial(self._leave, unit)

@@ -25,13 +25,14 @@ import torch
 from torch import fx
 
 from shardwise.comm.codec import codec_of
-from shardwise.layout.layout import Slot
-from shardwise.memory.spec import BucketSpec
-from shardwise.printed import size
-from shardwise.schedule.cursor import Step
-from shardwise.schedule.events import Cue, Event, Op, Phase
+from shardwise.plan.blueprint import Blueprint
+from shardwise.plan.draw import of_shape
+from shardwise.plan.layout.layout import Slot
+from shardwise.plan.printed import size
+from shardwise.plan.schedule.decide import Step
+from shardwise.plan.schedule.events import Cue, Event, Op, Phase
+from shardwise.plan.spec import BucketSpec
 from shardwise.torch_internals import OpOverload
-from shardwise.tracing.blueprint import Blueprint, of_shape
 from shardwise.tracing.joint import Joint
 from shardwise.tracing.lines import Lines, identifier
 from shardwise.tracing.operations import free, gradient_bucket, part
@@ -106,7 +107,7 @@ class Half:
             self.values[node] = self.lines.copy(node, self.value)
 
     def _parameter(self, spec: BucketSpec, slot: Slot) -> fx.Node:
-        name, value = identifier("p", slot.name), of_shape(spec.dtypes.compute, *slot.shape)
+        name, value = identifier("p", slot.name), of_shape(spec.dtypes.param, *slot.shape)
         full = self.whole(spec)
         return self.lines.call(name, value, part, full, slot.start, slot.shape, note=slot.name)
 
@@ -154,7 +155,7 @@ class Half:
             self.full[spec] = sent
 
     def _sent(self, spec: BucketSpec, reason: str) -> fx.Node:
-        """What this rank sends in a gather; once a step its copies' pieces are joined."""
+        """Bytes that this rank sends in a gather; once a step its copies' pieces are joined."""
         if not spec.splits_copies:
             return self._own(spec, reason)
         if self.before is not None and spec in self.before.joined:
@@ -166,8 +167,8 @@ class Half:
         return self.joined[spec]
 
     def _own(self, spec: BucketSpec, reason: str) -> fx.Node:
-        """What this rank holds at rest, on the device, in the compute dtype."""
-        dtype = spec.dtypes.compute
+        """Bytes that this rank holds while sharded, on the device, in the compute dtype."""
+        dtype = spec.dtypes.param
         if not spec.in_host:
             note, name = "the own piece is cast", self.lines.named("cast", spec)
             return self.lines.cast(self.shard(spec), dtype, name, note)
@@ -182,13 +183,13 @@ class Half:
         if not self.blueprint.policy.gathers(spec.unit):
             return self.shard(spec)
         if _is_whole(spec):
-            value = of_shape(spec.dtypes.compute, spec.layout.numel)
-            name, note = self.lines.named("full", spec), "frozen, and whole since the first step"
+            value = of_shape(spec.dtypes.param, spec.layout.numel)
+            name, note = self.lines.named("full", spec), "frozen, gathered in the first step"
             return self.lines.argument(name, value, note)
         if spec in self.full:
             return self.full[spec]
         if self.before is not None and spec in self.before.full:
-            self.full[spec] = self._kept(self.before.full.pop(spec), "whole since the forward pass")
+            self.full[spec] = self._kept(self.before.full.pop(spec), "gathered in the forward pass")
             return self.full[spec]
         if spec not in self.flying:
             self._gather(spec, "on demand")
@@ -232,15 +233,15 @@ class Half:
         mean = self._averaged("mean", spec, total)
         for _ in spec.averages[1:]:
             wire = mean
-            if codec_of(spec.dtypes.wire) is None:
-                wire = self.lines.cast(mean, spec.dtypes.wire, self.lines.named("narrowed", spec))
+            if codec_of(spec.dtypes.reduce) is None:
+                wire = self.lines.cast(mean, spec.dtypes.reduce, self.lines.named("narrowed", spec))
             reason = "the copies' sums, too"
             begun = self.lines.reduce_scatter("reducing_copies", spec, wire, spec.replicate, reason)
             total = self.lines.wait("summed_copies", spec, begun)
             mean = self._averaged("mean_of_copies", spec, total)
         mean = self.lines.cast(mean, spec.dtypes.stored, self.lines.named("stored", spec))
         if spec.copies > 1:
-            reason = "every rank needs the whole mean"
+            reason = "every rank needs the full mean"
             spreading = self.lines.all_gather(spec, "spread", mean, reason)
             mean = self.lines.wait("spread", spec, spreading)
         self.means[spec] = mean
@@ -317,7 +318,7 @@ def write(
     """The forward and the backward graph.
 
     Args:
-        script: the schedule, cut at its cues; these are ``joint``'s, and the end.
+        script: the schedule, step by step; its cues are ``joint``'s, and the end.
         at_once: everything that begins is awaited at once.
     """
     forward = half = Half(joint, blueprint)

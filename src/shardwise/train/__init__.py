@@ -2,7 +2,6 @@
 
 In reading order:
 
-    config        classes of the recipe              recipe        a file and overrides → config
     corpus        files → documents → two splits     tokenizer     documents → ids
     data          both, read once by rank 0          batches       ids → rows → batches of each rank
     streamed_text documents, read while training     streams       the same batches from streams

@@ -1,4 +1,4 @@
-"""Which rows make which batch: a pure function of the seed and the sample's index.
+"""The rows of each batch: a pure function of the seed and the sample's index.
 
 A sampler per rank would give every world size another order, drop the tail of each epoch, and
 need its state saved to resume. Here sample i of a run is the same row at every world size. The
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
-from shardwise.train.data_config import BatchConfig
+from shardwise.recipe.data_config import BatchConfig
 from shardwise.train.tokenizer import Tokens
 
 __all__ = [
@@ -100,7 +100,7 @@ class RowSource(Protocol):
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """What the rows are made of: the tokens first."""
+        """Return the arrays of the rows: the tokens first."""
 
     @property
     def dropped(self) -> int:

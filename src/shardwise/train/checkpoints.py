@@ -24,14 +24,14 @@ from shardwise.checkpoint.training_state import NAME as TRAINING_FILE
 from shardwise.checkpoint.training_state import Document
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from shardwise.hf.adapters import is_adapters
+from shardwise.recipe.read import flatten
+from shardwise.recipe.recipe import CheckpointConfig
 from shardwise.train.collectives import broadcast_text
-from shardwise.train.config import CheckpointConfig
 from shardwise.train.data import Data
 from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.hf_config import config_texts
 from shardwise.train.job import Job
 from shardwise.train.length import is_multiple
-from shardwise.train.recipe import flatten
 from shardwise.train.records import Record, Resumed, Saved, Warned, count
 from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
 from shardwise.train.streams import Position
@@ -156,7 +156,7 @@ class Checkpoints:
         return self._checked(report)
 
     def _checked(self, report: Loaded) -> Loaded:
-        """What was loaded, which may lack the frozen base of an adapter and nothing else."""
+        """Check what was loaded, which may lack the frozen base of an adapter and nothing else."""
         stored = self._stored or (lambda _: True)
         lost = [*filter(stored, report.missing), *report.misshapen, *report.unexpected]
         if lost:
@@ -167,7 +167,7 @@ class Checkpoints:
         return report
 
     def _restored(self) -> Training:
-        """What of the training state is restored by loading."""
+        """Return which parts of the training state were restored."""
         return Training(scaler=self._job.scaler if self._job.scaler.is_enabled() else None)
 
     def _check_newest(self, folder: Path) -> None:
@@ -279,9 +279,7 @@ class Checkpoints:
             self._log(Warned(f"NOT SAVED, and the run goes on: {error}"))
 
     def _start_saving(self, path: Path, state: RunState, metric: float | None) -> None:
-        # Between two steps this trainer changes nothing that is saved.
-        arguments = self._save_arguments(state, metric)
-        options = self._save_options() | {"copied_by": "next_step"}
+        arguments, options = self._save_arguments(state, metric), self._save_options()
         previous = self._saving
         try:
             saving = self._job.sharded.save_async(path, *arguments, **options)
@@ -357,5 +355,5 @@ def _not_of_a_run(path: Path) -> ConfigError:
 
 def _relative(path: Path) -> str:
     """``path`` relative to the working directory, if it lies below it."""
-    tokens = Path.cwd()
-    return str(path.relative_to(tokens) if path.is_relative_to(tokens) else path)
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError, nearest
-from shardwise.train.data_config import COLUMNS, DataConfig
+from shardwise.recipe.data_config import COLUMNS, DataConfig
 
 __all__ = ["Message", "Messages", "Prompted", "Sample", "alpaca", "check_columns", "sample"]
 
@@ -106,7 +106,7 @@ def check_columns(rows: Sequence[Row], config: DataConfig) -> None:
 
 
 def _column_advice(missing: Mapping[str, str], present: Sequence[str], field: str) -> str:
-    """What to do about columns that are ``missing``, by the format's name of each."""
+    """Say what to do about columns that are ``missing``, by the format's name of each."""
     if not present:
         return "all rows are empty, so name another data.source"
     if renamed := [name for name in missing if name in present]:

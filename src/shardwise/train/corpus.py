@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.train.data_config import DataConfig
+from shardwise.recipe.data_config import DataConfig
 from shardwise.train.formats import Skipped, documents
 from shardwise.train.records import LeftOut, count
 

@@ -1,4 +1,4 @@
-"""From files on disk to rows of tokens on every rank.
+"""Rows of tokens on every rank, from files on disk.
 
 Rank 0 reads, trains the tokenizer, encodes and broadcasts. So the text is needed on one machine
 only, is read once, and the ranks cannot have different data. Of text that is streamed, rank 0 reads
@@ -19,12 +19,12 @@ import numpy as np
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import DataConfig
+from shardwise.recipe.recipe import Recipe
 from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Rows, RowSource
 from shardwise.train.collectives import broadcast_text, broadcast_tokens
-from shardwise.train.config import Recipe
 from shardwise.train.corpus import Corpus, Split, read_corpus, split
-from shardwise.train.data_config import DataConfig
 from shardwise.train.folder import Folder
 from shardwise.train.packed import Examples
 from shardwise.train.records import Prepared, PreparedSamples, Streamed
@@ -77,7 +77,7 @@ class Data:
 
 @dataclass(frozen=True)
 class _RankZeroData:
-    """What rank 0 has read: text, its splits, the tokenizer, and the splits' tokens."""
+    """Data that rank 0 has read: text, its splits, the tokenizer, and the splits' tokens."""
 
     corpus: Corpus
     splits: Split

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.train.model_config import ModelConfig
+from shardwise.recipe.model_config import ModelConfig
 
 __all__ = ["Block", "Decoder", "initialiser"]
 
@@ -114,7 +114,7 @@ class Rotary(nn.Module):
 
 
 def own_sample(segments: Tensor) -> Tensor:
-    """Which earlier tokens each token attends to: those of its own segment.
+    """Return which earlier tokens each token attends to: those of its own segment.
 
     ``[batch, length] → [batch, 1, length, length]`` bool.
     """

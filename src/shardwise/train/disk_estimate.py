@@ -11,8 +11,8 @@ from pathlib import Path
 
 from shardwise.checkpoint import folder
 from shardwise.errors import ConfigError
-from shardwise.printed import size
-from shardwise.train.config import Recipe
+from shardwise.plan.printed import size
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.job import Job
 from shardwise.train.length import times_due
 from shardwise.train.memory_estimate import MOMENTS

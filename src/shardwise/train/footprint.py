@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.api.sharded import Sharded
 from shardwise.comm.protocol import Comm
+from shardwise.config.options import blocks
 from shardwise.memory.parameters import Bucket
-from shardwise.optim.blockwise import SCALES, TABLES, blocks, without_tables
-from shardwise.sharded import Sharded
+from shardwise.optim.blockwise import SCALES, TABLES, without_tables
 from shardwise.train.collectives import all_gather_floats
 from shardwise.train.records import Bytes, Placed
 

@@ -102,7 +102,7 @@ def _is_array_of_rows(head: bytes, column: str) -> bool:
 
 
 def _is_row(head: bytes, column: str) -> bool:
-    """Whether the first line is a row with text in ``column``, as far as ``head`` shows."""
+    """Test that the first line is a row with text in ``column``, as far as ``head`` shows."""
     line, ends, _ = head.partition(b"\n")
     if ends or len(head) < HEAD_BYTES - len(BOM):
         return isinstance(_parse_row(line, "", column), str)

@@ -9,11 +9,11 @@ import json
 
 import torch
 
-from shardwise.precision import dtype_name
+from shardwise.config.precision import dtype_name
+from shardwise.recipe.model_config import ModelConfig
 from shardwise.train import model_folder
 from shardwise.train.data import Data
 from shardwise.train.job import Job
-from shardwise.train.model_config import ModelConfig
 from shardwise.train.tokenizer import end_id, transformers_config
 
 __all__ = ["WEIGHTS", "config_files", "config_texts", "llama_config"]

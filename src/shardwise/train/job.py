@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.api.sharded import Sharded
 from shardwise.comm.protocol import Comm
 from shardwise.optim.average import EMA
-from shardwise.sharded import Sharded
+from shardwise.recipe.recipe import Recipe
 from shardwise.train import language_model
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, RowSource
 from shardwise.train.collectives import all_gather_floats
-from shardwise.train.config import Recipe
 from shardwise.train.learning_rate import learning_rate
 from shardwise.train.optimizer import optimizer_of
 from shardwise.train.streams import StreamBatches, StreamedRows
@@ -51,7 +51,7 @@ class Job:
         """Forward and backward of step ``step``, with reduction of the gradients.
 
         Returns:
-            This rank's part of the mean loss, which is the sum over ranks. Gradients are unscaled.
+            This rank's share of the mean loss, which is the sum over ranks. Gradients are unscaled.
         """
         micro_batches = self.batches.step(step)
         targets = self._targets(step, micro_batches) or 1
@@ -94,7 +94,7 @@ class Job:
             self.ema.update()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside the block the parameters are their moving averages, if the recipe has any."""
+        """Replace the parameters by their moving averages in the block, if the recipe has any."""
         return nullcontext() if self.ema is None else self.ema.applied()
 
     def _loss(self, batch: MicroBatch) -> Tensor:
@@ -109,7 +109,7 @@ class Job:
 def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary: int) -> Job:
     """Build the sharded model, its optimizer and its batches. A collective."""
     sharded, report = language_model.build(recipe, comm, vocabulary)
-    optimizer = optimizer_of(sharded.model.parameters(), recipe.optimizer)
+    optimizer = optimizer_of(sharded, recipe.optimizer)
     scaler, batches = _scaler(recipe, comm.device.type), _batches(rows, recipe, comm)
     decay = recipe.optimizer.ema
     ema = None if decay is None else EMA(optimizer, decay)
@@ -117,10 +117,10 @@ def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary
 
 
 def _scaler(recipe: Recipe, device: str) -> torch.amp.GradScaler:
-    """Of the recipe's initial scale. Gradients of float16 activations underflow without one."""
+    """Make a scaler with the recipe's first scale: gradients of float16 underflow without."""
     scale = recipe.optimizer.loss_scale
     if scale is None:
-        scale = 2.0**16 if recipe.sharding.precision.compute == "float16" else 0.0
+        scale = 2.0**16 if recipe.sharding.precision.param_dtype == "float16" else 0.0
     return torch.amp.GradScaler(device, init_scale=scale or 1.0, enabled=scale > 0)
 
 

@@ -1,4 +1,4 @@
-"""What the trainer asks of a model: to be built in shards, and for the logits of a batch.
+"""The trainer's view of a model: to be built in shards, and for the logits of a batch.
 
 Everything else in ``train`` takes any causal language model, of ours or of `transformers`.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shardwise.api.shard import shard
+from shardwise.api.sharded import Sharded
 from shardwise.comm.protocol import Comm
-from shardwise.front_door import shard
-from shardwise.sharded import Sharded
+from shardwise.recipe.recipe import Recipe
+from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.train import model_folder
 from shardwise.train.batches import MicroBatch
-from shardwise.train.config import Recipe
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.optimizer import blocksize_of
-from shardwise.train.shard_arguments import shard_arguments
 
 __all__ = ["build", "logits"]
 

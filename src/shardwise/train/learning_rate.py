@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from shardwise.train.config import OptimizerConfig
+from shardwise.recipe.recipe import OptimizerConfig
 
 __all__ = ["learning_rate", "preview"]
 

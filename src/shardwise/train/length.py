@@ -1,4 +1,4 @@
-"""How long a run is, and when it validates and saves: epochs as steps. Pure.
+"""The length of a run, and when it validates and saves: epochs as steps. Pure.
 
 An epoch is as many steps as it takes until every row of the training split has been seen; the rows
 of the next epoch begin within its last step, so nothing is dropped.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shardwise.train.config import Recipe
+from shardwise.recipe.recipe import Recipe
 
 __all__ = ["in_steps", "is_multiple", "notes", "times_due"]
 
@@ -55,7 +55,7 @@ def times_due(step: int, last: int, every: int | str, delay: float = 0) -> int:
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """What a recipe in steps asks for and a reader might not expect."""
+    """Name what a recipe in steps asks for and a reader might not expect."""
     run, warmup = recipe.run, recipe.optimizer.warmup
     if warmup >= run.steps:
         yield (

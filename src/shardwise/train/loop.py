@@ -23,13 +23,14 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from shardwise.accelerators import check_kernels
+from shardwise.comm.machine.accelerators import check_kernels
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.recipe.read import flatten
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import accumulation
 from shardwise.train.checkpoints import Checkpoints, RunState, is_due
 from shardwise.train.collectives import all_gather_floats, all_gather_values
-from shardwise.train.config import Recipe
 from shardwise.train.data import Data, prepare
 from shardwise.train.disk_estimate import check_disk
 from shardwise.train.footprint import footprint
@@ -39,7 +40,6 @@ from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.memory_estimate import check_memory
 from shardwise.train.model_folder import with_tokenizer
 from shardwise.train.packing_check import check_packing
-from shardwise.train.recipe import flatten
 from shardwise.train.records import (
     Built,
     Complete,
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended; the same on every rank, except for seconds.
+    """The end of a run; the same on every rank, except for seconds.
 
     Attributes:
         step: steps taken, earlier attempts included.
@@ -182,7 +182,7 @@ def _built_record(job: Job, data: Data) -> Built:
 
 
 def _parameters(job: Job) -> int:
-    """Of the whole model; those of quantised layers, and not the bytes that hold them."""
+    """Number of the model's parameters; of quantised layers, not the bytes that hold them."""
     if job.recipe.model.source is None:
         return job.sharded.numel()
     from shardwise.hf.preparation import packed_elements
@@ -364,7 +364,7 @@ class _Loop:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks and all steps of this attempt, but the first ones."""
+        """Tokens/s over all ranks and all steps of this attempt, but the first ones."""
         return self._throughput.overall
 
     def _outcome(self, stopped: bool) -> Outcome:

@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.comm.environment import local_size
+from shardwise.comm.machine.environment import local_size
 from shardwise.comm.mesh import shape_of
+from shardwise.config.precision import dtype_name
+from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
-from shardwise.explain.memory import Kept, kept
-from shardwise.precision import dtype_name
-from shardwise.printed import size
-from shardwise.strategies import placement_of
-from shardwise.tracing.blueprint import draw
+from shardwise.plan.bytes import Kept, kept
+from shardwise.plan.draw import draw
+from shardwise.plan.printed import size
+from shardwise.recipe.recipe import Recipe
+from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.train import model_folder
-from shardwise.train.config import Recipe
 from shardwise.train.optimizer import blocksize_of
 from shardwise.train.records import Predicted
-from shardwise.train.shard_arguments import shard_arguments
 
 __all__ = ["StateBytes", "check_memory", "machine_memory", "predict", "state_bytes"]
 
@@ -36,7 +36,7 @@ MOMENTS = 2  # of AdamW, per parameter
 
 
 class StateBytes(NamedTuple):
-    """Of the ranks in one memory: where the device computes, and in host memory beside it."""
+    """Bytes of the ranks in one memory: where the device computes, and in host memory beside it."""
 
     device: int
     host: int
@@ -75,7 +75,7 @@ def check_memory(
                 f"{_described(recipe, vocabulary)}, {recipe.sharding.strategy} over {ranks:,} "
                 f"ranks takes {size(needed)} for the {count:,} of them {where}, which has "
                 f"{size(available)}. Choose a smaller model, more machines, "
-                "sharding.strategy full_shard, or sharding.precision.stored bfloat16."
+                "sharding.strategy full_shard, or sharding.precision.stored_dtype bfloat16."
             )
     if row is None:
         return None
@@ -83,7 +83,7 @@ def check_memory(
 
 
 def predict(recipe: Recipe, ranks: int) -> Kept:
-    """What rank 0 will keep of the model in ``model.from``, whose weights are not read."""
+    """Predict what rank 0 will keep of the model in ``model.from``, whose weights are not read."""
     arguments = shard_arguments(recipe.sharding)
     blocksize = blocksize_of(recipe.optimizer.name)
     model = model_folder.on_meta(recipe)
@@ -114,7 +114,7 @@ def _described(recipe: Recipe, vocabulary: int) -> str:
 
 def _stored(recipe: Recipe) -> torch.dtype:
     """The dtype in which parameters are kept."""
-    return recipe.sharding.precision.arguments()["stored"] or torch.float32
+    return recipe.sharding.precision.arguments()["stored_dtype"] or torch.float32
 
 
 def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -> StateBytes:
@@ -122,19 +122,20 @@ def state_bytes(recipe: Recipe, ranks: int, local_ranks: int, vocabulary: int) -
     placement, offload = placement_of(recipe.sharding.strategy), recipe.sharding.offload
     stored = _stored(recipe).itemsize
     whole = recipe.model.parameters(vocabulary) * stored
-    shape = shape_of(placement, ranks, recipe.sharding.mesh, local_size(os.environ))
+    name, hybrid, mesh = placement.name, placement.hybrid, recipe.sharding.mesh
+    shape = shape_of(name, hybrid, ranks, mesh, local_size(os.environ))
     split = (shape.shard if shape else ranks) if placement.splits else 1
     pieces = whole * local_ranks // (ranks if placement.splits_copies else split)
     moments = MOMENTS * pieces // (1 if recipe.optimizer.name == "adamw" else stored)
     # Parameters that stay gathered may be one copy in memory shared by the ranks of a machine.
     stays_whole = placement.splits and not placement.frees
     parameters = whole if stays_whole else whole * local_ranks // split
-    if "parameters" in offload and placement.frees:
+    if offload == "everything" and placement.frees:
         parameters = 0
-    in_host = pieces * ("gradients" in offload) + (pieces + moments) * ("optimizer" in offload)
-    on_device = pieces * ("gradients" not in offload)
-    on_device += moments * ("optimizer" not in offload)
-    return StateBytes(parameters + on_device, in_host)
+    beside = pieces + moments
+    if offload == "none":
+        return StateBytes(parameters + beside, 0)
+    return StateBytes(parameters, pieces + beside)
 
 
 def machine_memory() -> int:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.api.sharded import Sharded
 from shardwise.comm.protocol import Comm
 from shardwise.convert.export import CONFIG, FROM_A_RUN, with_dtype
 from shardwise.errors import ConfigError
-from shardwise.sharded import Sharded
-from shardwise.train.config import Recipe
-from shardwise.train.model_config import ModelConfig, TokenizerConfig
+from shardwise.recipe.model_config import ModelConfig, TokenizerConfig
+from shardwise.recipe.recipe import Recipe
+from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.train.optimizer import blocksize_of
-from shardwise.train.shard_arguments import shard_arguments
 
 if TYPE_CHECKING:
     from shardwise.hf import Changes
@@ -109,7 +109,7 @@ def _dtype(config: ModelConfig) -> torch.dtype | None:
 
 
 def files(recipe: Recipe, dtype: torch.dtype) -> dict[str, bytes]:
-    """What belongs beside the trained weights, which are of ``dtype``, by name."""
+    """Return the files beside the trained weights, which are of ``dtype``, by name."""
     folder = locate(recipe)
     contents = {n: (folder / n).read_bytes() for n in FROM_A_RUN if (folder / n).is_file()}
     return contents | {CONFIG: with_dtype(contents[CONFIG], dtype)}

@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: AdamW, of torch in 32 bits or of bitsandbytes in 8."""
+"""The optimizer of a recipe: ``sw.optim.AdamW``, or AdamW of bitsandbytes in 8 bits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.api.sharded import Sharded
+from shardwise.config.options import BLOCK
 from shardwise.errors import ConfigError
-from shardwise.optim.blockwise import BLOCK
-from shardwise.train.config import OptimizerConfig
+from shardwise.optim.fused import AdamW
+from shardwise.recipe.recipe import OptimizerConfig
 
 __all__ = ["blocksize_of", "optimizer_of", "parameter_groups"]
 
@@ -32,21 +34,20 @@ def parameter_groups(
 
 
 def blocksize_of(optimizer: str) -> int:
-    """Of ``sw.shard``, by an optimizer's name: elements with a scale in common; 0 = none."""
+    """Return ``sw.shard``'s block size, by an optimizer's name: elements per scale; 0 = none."""
     return BLOCK if optimizer.endswith("8bit") else 0
 
 
-def optimizer_of(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that are trained.
+def optimizer_of(sharded: Sharded, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Make the optimizer of the parameters that are trained.
 
     Raises:
         ConfigError: it is bitsandbytes', which is not installed.
     """
-    groups = parameter_groups(parameters, config.weight_decay)
+    groups = parameter_groups(sharded.model.parameters(), config.weight_decay)
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return AdamW(sharded, groups, **options)
     try:
         from bitsandbytes import optim
     except ImportError as error:
@@ -57,7 +58,5 @@ def optimizer_of(
     on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
     pages = config.name == "paged_adamw_8bit" and not on_cpu  # there it would warn in each step
     kind = optim.PagedAdamW8bit if pages else optim.AdamW8bit
-    of_8_bits: torch.optim.Optimizer = kind(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps
-    )
+    of_8_bits: torch.optim.Optimizer = kind(groups, **options)
     return of_8_bits

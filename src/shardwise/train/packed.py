@@ -56,7 +56,7 @@ class Examples:
 
     @cached_property
     def starts(self) -> Indices:
-        """Where each sample begins, ``[samples]``."""
+        """First index of each sample, ``[samples]``."""
         return np.cumsum(self.lengths) - self.lengths
 
     @cached_property

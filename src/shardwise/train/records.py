@@ -23,6 +23,7 @@ __all__ = [
     "Prepared",
     "PreparedSamples",
     "Record",
+    "Replaced",
     "Resumed",
     "Sampled",
     "Saved",
@@ -99,13 +100,12 @@ class PreparedSamples:
     """The samples are ready; pairs are of the training and the validation split.
 
     Attributes:
-        source, format: as in the recipe.
+        source, format, packing: as in the recipe.
         samples: that are trained on.
         left_out: rows that could not be used.
         cut: samples that were longer than ``context``, and tokens of theirs that were cut off.
         tokens, trained: all tokens of the samples, and those that are trained on.
         rows: of ``context`` tokens.
-        packing: as in the recipe.
         unused: tokens at the end that fill no row if samples are concatenated; else the empty
             places of all rows.
         vocabulary, origin, seconds: as in ``Prepared``.
@@ -228,11 +228,10 @@ class Evaluated:
 
     Attributes:
         step: after which it was measured.
-        loss: nats per token, the mean over ``tokens`` tokens.
+        loss: nats per token, the mean over ``tokens`` predicted ones.
         accuracy: fraction of tokens with the highest logit.
         unigram_entropy: nats per token of the same tokens, from their own frequencies: the
             lowest possible loss of a model that ignores the context.
-        tokens: number of predicted tokens.
         seconds: of the validation.
     """
 
@@ -371,6 +370,14 @@ class Complete:
     steps: int
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """An earlier run in ``folder`` makes place for this one; ``steps`` if it had finished."""
+
+    folder: str
+    steps: int | None
+
+
 Record = (
     Prepared
     | PreparedSamples
@@ -387,6 +394,7 @@ Record = (
     | Resumed
     | Stopped
     | Complete
+    | Replaced
     | Finished
 )
 Emit = Callable[[Record], None]

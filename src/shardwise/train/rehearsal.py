@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local import LocalComm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ShardwiseError
+from shardwise.recipe.read import flatten, set_key
+from shardwise.recipe.recipe import Recipe
 from shardwise.train import rehearsal_files
-from shardwise.train.config import Recipe
 from shardwise.train.data import prepare
 from shardwise.train.folder import METRICS, Folder
 from shardwise.train.model_folder import with_tokenizer
-from shardwise.train.recipe import flatten, set_key
 from shardwise.train.validation import Validation
 
 __all__ = ["Rehearsal"]
@@ -51,7 +51,7 @@ class Rehearsal:
 
     @classmethod
     def beside(cls, recipe: Recipe) -> Rehearsal:
-        """In a folder, which is made, beside that of the run."""
+        """Make a folder beside that of the run."""
         folder = Path(f"{recipe.run.folder}-rehearsal").expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         return cls(recipe, folder)
@@ -112,12 +112,12 @@ class Rehearsal:
                 yield key, str(before.get(key)), small
 
     def proof(self) -> Iterator[str]:
-        """What both runs show, a sentence each.
+        """Say what both runs show, a sentence each.
 
         Raises:
             ShardwiseError: one of them does not hold.
         """
-        compute = self.recipe.sharding.precision.compute
+        compute = self.recipe.sharding.precision.param_dtype
         tolerance = 1e-4 if compute in (None, "float32", "float64") else 1e-3
         sharded, whole = (_losses(self.folder / f"ranks-{ranks}") for ranks in (RANKS, 1))
         apart = max(abs(a - b) / b for a, b in zip(sharded, whole, strict=True))
@@ -157,7 +157,7 @@ class Rehearsal:
 
 
 def _losses(folder: Path) -> list[float]:
-    """Of each step and validation, in order."""
+    """List the loss of each step and validation, in order."""
     lines = folder.joinpath(METRICS).read_text("utf-8").splitlines()
     return [record["loss"] for line in lines if "loss" in (record := json.loads(line))]
 

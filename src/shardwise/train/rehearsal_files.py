@@ -1,4 +1,4 @@
-"""What a rehearsal reads: a tiny base model, and samples of documented functions of Python."""
+"""Files of a rehearsal: a tiny base model, and samples of documented functions of Python."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _sample(kind: str, task: str, answer: str) -> dict[str, Any]:
 
 
 def _functions() -> list[tuple[str, str]]:
-    """What short functions of the standard library do, and their first lines."""
+    """Return the docstrings of short functions of the standard library, and their first lines."""
     return [pair for name in _MODULES for pair in _documented(name)][:_COUNT]
 
 

@@ -1,4 +1,4 @@
-"""What a finished run writes: a sample, the whole model, its metrics, the loss curve."""
+"""Results of a finished run: a sample, the whole model, its metrics, the loss curve."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 from shardwise.hf.adapters import save_adapter
-from shardwise.printed import size
+from shardwise.plan.printed import size
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import evenly_spaced
-from shardwise.train.config import Recipe
 from shardwise.train.data import Data
 from shardwise.train.folder import ADAPTER, RECIPE, RESULTS, Folder
 from shardwise.train.hf_config import WEIGHTS, config_texts

@@ -14,14 +14,21 @@ from queue import Empty, SimpleQueue
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import RanksDisagree
+from shardwise.recipe.read import to_yaml
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.collectives import broadcast_text
-from shardwise.train.config import Recipe
 from shardwise.train.folder import METRICS, RECIPE, Folder
 from shardwise.train.metrics_log import MetricsLog
-from shardwise.train.recipe import to_yaml
-from shardwise.train.records import Busy, Emit, Finished, Record, Saved, Warned
+from shardwise.train.records import Busy, Emit, Finished, Record, Replaced, Saved, Warned
 from shardwise.train.requests import FileRequests, Request
-from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start, decide_start, holds_run
+from shardwise.train.start import (
+    FIRST_ATTEMPT,
+    Attempt,
+    Start,
+    decide_start,
+    finished_steps,
+    holds_run,
+)
 from shardwise.train.trackers import Trackers
 
 __all__ = ["RunLogger"]
@@ -140,12 +147,14 @@ class RunLogger:
         """
         if (folder := self.folder) is None:
             return
-        replaces = start is Start.NEW and folder.has(RECIPE)
-        with folder.replacing_run() if replaces else nullcontext():
+        is_replaced = start is Start.NEW and folder.has(RECIPE)
+        earlier = Replaced(self._recipe.run.folder, finished_steps(folder.path))
+        with folder.replacing_run() if is_replaced else nullcontext():
             folder.write_text(RECIPE, to_yaml(self._recipe))
             for name, text in files.items():
                 folder.write_text(name, text)
             self.metrics_log.start(step)
+        self.log(earlier if is_replaced else None)
         self._trackers.open()
         folder.launch_id = self._attempt.launch_id
         self.clear_requests()

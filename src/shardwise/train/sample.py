@@ -21,7 +21,7 @@ from shardwise.train.tokenizer import end_id, of_transformers
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from shardwise.train.config import Recipe
+    from shardwise.recipe.recipe import Recipe
 
 __all__ = ["generate", "sample"]
 
@@ -29,7 +29,7 @@ CODE, QUESTION = "def ", "Write a function that adds two numbers."
 
 
 def sample(model: nn.Module, tokenizer: Tokenizer, recipe: Recipe) -> Sampled:
-    """What the model writes after the recipe's prompt, up to the end token. A collective."""
+    """Generate text after the recipe's prompt, up to the end token. A collective."""
     config = recipe.sample
     is_code = recipe.data.format in ("text", "completion")
     prompt = config.prompt or (CODE if is_code else QUESTION)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import DataConfig
+from shardwise.recipe.recipe import Recipe
 from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Rows, RowSource
-from shardwise.train.config import Recipe
 from shardwise.train.conversations import Sample, check_columns, sample
 from shardwise.train.corpus import MAX_PLACES
-from shardwise.train.data_config import DataConfig
 from shardwise.train.examples import tokenize, write
 from shardwise.train.folder import Folder
 from shardwise.train.packed import Examples, SampleRows
@@ -81,7 +81,7 @@ class TokenizedSplit:
 
 @dataclass(frozen=True)
 class SampleData:
-    """What rank 0 has read: the tokenizer, and the training and the validation split as tokens."""
+    """Samples that rank 0 has read: the tokenizer, and both splits as tokens."""
 
     recipe: Recipe
     tokenizer: bpe.TrainedTokenizer

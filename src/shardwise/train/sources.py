@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.train.data_config import HUB
+from shardwise.recipe.data_config import BUILDERS, HUB
 
 __all__ = ["hub_dataset", "read_rows", "readable_rows", "stream_rows"]
-
-BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
-BUILDERS |= {".arrow": "arrow", ".csv": "csv"}
 
 
 def read_rows(source: str, split: str) -> list[dict[str, Any]]:
@@ -36,7 +33,7 @@ def read_rows(source: str, split: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def readable_rows(source: str, split: str) -> Iterator[None]:
-    """What `datasets` raises about rows of ``source``, as a ``ConfigError``."""
+    """Raise what `datasets` raises about rows of ``source`` as a ``ConfigError``."""
     datasets = _library()
     try:
         yield

@@ -1,4 +1,4 @@
-"""How a run starts: new, resumed, or not at all because it is finished.
+"""The start of a run: new, resumed, or not at all because it is finished.
 
 Decided from the recipe and the content of its folder, before anything is written. The launcher
 decides before it starts a process, and rank 0 decides again. After a crash the same command
@@ -29,9 +29,9 @@ import yaml
 
 from shardwise.checkpoint.folder import checkpoints
 from shardwise.errors import ConfigError
-from shardwise.train.config import Recipe
+from shardwise.recipe.read import flatten, keys
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE, locate
-from shardwise.train.recipe import flatten, keys
 from shardwise.train.records import count
 
 __all__ = [
@@ -63,7 +63,7 @@ IDENTITY_KEYS = (
     "data.streaming.shuffle",
     "batch.rows",
     "optimizer",
-    "sharding.precision.stored",
+    "sharding.precision.stored_dtype",
     "run.seed",
 )
 """Keys and sections that identify a run. data.source and tokenizer.source are not among them: files
@@ -76,7 +76,7 @@ OVERWRITE_HINT = (
 
 
 class Start(enum.Enum):
-    """How a run starts."""
+    """The start of a run."""
 
     NEW = "new"
     RESUME = "resume"
@@ -99,7 +99,7 @@ FIRST_ATTEMPT = Attempt()
 
 
 def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
-    """How a run of ``recipe`` starts; writes nothing.
+    """Decide how a run of ``recipe`` starts; writes nothing.
 
     Args:
         restarted: the launcher has restarted the ranks of this run.
@@ -186,14 +186,14 @@ def _entries(path: Path) -> list[str]:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        differing = yaml.safe_load(path.read_text("utf-8"))
+        recipe = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        differing = None
-    if not isinstance(differing, dict):
+        recipe = None
+    if not isinstance(recipe, dict):
         raise ConfigError(
             f"{path} cannot be read as a recipe, so the run is unknown; {OVERWRITE_HINT}"
         )
-    return differing
+    return recipe
 
 
 def finished_steps(path: Path) -> int | None:
@@ -217,6 +217,8 @@ def differences(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
             did not know, counts as its default.
     """
     old, values = flatten(earlier), flatten(recipe.model_dump(mode="json"))
+    if (stored := "sharding.precision.stored") in old:  # the name of this key in 0.1
+        old[f"{stored}_dtype"] = old[stored]
     defaults = {key.name: _as_json(key.default) for key in keys()}
     return [
         f"{name} was {old.get(name, defaults.get(name))!r} and is {value!r}"

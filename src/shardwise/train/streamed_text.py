@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.data_config import HUB, DataConfig
 from shardwise.train.corpus import STDLIB, Corpus, Split, is_held_out, readable, source_files
-from shardwise.train.data_config import HUB, DataConfig
 from shardwise.train.formats import documents
 from shardwise.train.sources import hub_dataset, readable_rows, stream_rows
 
@@ -124,7 +124,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(file: str, where: str, reason: str) -> None:
-    """Of each file; several streams and epochs read the same one."""
+    """Warn once of each file; several streams and epochs read the same one."""
     if file not in _warned:
         _warned.add(file)
         logger.warning("%s is left out (%s), and so are rows like it.", where, reason)

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import MicroBatch, Rows, RowSource, accumulation, joined, permutation
-from shardwise.train.config import Recipe
 from shardwise.train.corpus import is_held_out, readable
 from shardwise.train.records import count
 from shardwise.train.samples import window_rows
@@ -168,7 +168,7 @@ class Stream:
 
     @property
     def position(self) -> Position:
-        """From which a stream continues after the last row that was taken."""
+        """Return the position from which a stream continues after the last row that was taken."""
         position = self._windows[0].position if self._windows else self._first
         return position | {"row": self._row}
 
@@ -258,7 +258,7 @@ class StreamBatches:
         return not all(stream.has(self._rows) for stream in self._streams)
 
     def positions(self) -> list[Position]:
-        """Of this rank's streams."""
+        """Return the positions of this rank's streams."""
         return [stream.position for stream in self._streams]
 
     def close(self) -> None:

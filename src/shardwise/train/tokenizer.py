@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.model_config import TokenizerConfig
 from shardwise.train.folder import Folder
-from shardwise.train.model_config import TokenizerConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

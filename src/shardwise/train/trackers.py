@@ -16,25 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from pydantic import Field
+from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError
+from shardwise.recipe.logging_config import LoggingConfig
 from shardwise.train.records import Evaluated, Record, Stepped, Warned
-from shardwise.train.section import Section
 
-__all__ = ["LoggingConfig", "Tracker", "Trackers", "check_installed", "numbers_of"]
-
-
-class LoggingConfig(Section):
-    """Trackers that get the run's numbers; metrics.jsonl is always written."""
-
-    trackers: tuple[Literal["tensorboard", "trackio", "wandb", "mlflow"], ...] = Field(
-        (), description="tensorboard, trackio, wandb, mlflow"
-    )
-    project: str = Field("shardwise", min_length=1, description="project, or experiment, of them")
-    name: str | None = Field(None, description="of the run; null = the name of run.folder")
+__all__ = ["Tracker", "Trackers", "check_installed", "numbers_of"]
 
 
 def check_installed(config: LoggingConfig) -> None:
@@ -52,14 +40,14 @@ def _is_installed(kind: str) -> bool:
 
 
 class Tracker(NamedTuple):
-    """What is called after a step, and at the end of the run."""
+    """Called after a step, and at the end of the run."""
 
     log: Callable[[int, Mapping[str, float]], object]
     close: Callable[[], object]
 
 
 class Place(NamedTuple):
-    """Where and under which name a tracker writes."""
+    """Folder and name under which a tracker writes."""
 
     folder: Path
     project: str
@@ -138,7 +126,7 @@ def numbers_of(record: Record) -> dict[str, float]:
 
 @dataclass
 class Trackers:
-    """Those of a run, on rank 0. None of their errors is raised.
+    """Trackers of a run, on rank 0. None of their errors is raised.
 
     Args:
         config: which.

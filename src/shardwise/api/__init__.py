@@ -1,0 +1,1 @@
+"""``shard()``, and the handle that it returns."""

@@ -1,0 +1,1 @@
+"""Devices, the launcher's variables, and the choice of a transport."""

@@ -1,0 +1,169 @@
+"""This process's device, from its accelerator's row: plug-in, environment, index.
+
+A plug-in reads its variables when it is imported, so they are set before. The ordinary way leaves
+import, variables and index to each script: the one that is forgotten is found by an error from
+elsewhere, or by a slow run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.comm.machine.accelerators import ROWS, Accelerator, row
+from shardwise.errors import ConfigError
+
+
+def detect() -> Accelerator:
+    """The row of the accelerator that torch sees here; the CPU's if none has a row.
+
+    Raises:
+        ConfigError: a device's plug-in is installed, and cannot be imported.
+    """
+    if not torch.accelerator.is_available():
+        for known in ROWS:
+            _import_plugin(known)
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        if device is not None and device.type in {known.device for known in ROWS}:
+            return row(device)
+    return row("cpu")
+
+
+def device_count() -> int:
+    """Devices of this machine's accelerator; 0 where there is none."""
+    accelerator = detect()
+    return 0 if accelerator.device == "cpu" else int(device_module(accelerator).device_count())
+
+
+def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
+    """The device of the ``local_rank``-th process of a machine, made the current one.
+
+    Always with its index: a bare ``xpu`` has sent libraries down the CUDA path.
+
+    Raises:
+        ConfigError: torch does not know the device, or sees fewer of it than there are processes.
+    """
+    if accelerator.device == "cpu":
+        return torch.device("cpu")
+    module = device_module(accelerator)
+    count = module.device_count()
+    if not count:
+        raise ConfigError(
+            f"torch sees no {accelerator.device} device on this machine. Pass "
+            'device="cpu" (--run.device cpu), or none to use what is there.'
+        )
+    if local_rank >= count:
+        name = accelerator.visible_devices
+        visible = f" ({name}={os.environ[name]})" if name in os.environ else ""
+        raise ConfigError(
+            f"local rank {local_rank} wants {accelerator.device}:{local_rank}, but torch sees "
+            f"{count} here{visible}. Each process needs a device of its own: start "
+            f'at most {count} processes on this machine, or pass device="cpu". If the launcher '
+            "shows each process only a device of its own, let it show all of them "
+            "(srun --gpu-bind=none)."
+        )
+    module.set_device(local_rank)
+    return torch.device(accelerator.device, local_rank)
+
+
+def device_module(accelerator: Accelerator) -> Any:
+    """Return ``torch.get_device_module``'s module, after the import of the device's plug-in.
+
+    Raises:
+        ConfigError: torch does not know the device, or its plug-in runs in lazy mode.
+    """
+    if not _is_available(accelerator.device):
+        _import_plugin(accelerator)
+    _check_eager(accelerator)
+    try:
+        return torch.get_device_module(accelerator.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"this torch does not know the device {accelerator.device}: it needs "
+            f"{accelerator.plugin}, which is not installed here. Install it, or pass "
+            'device="cpu".'
+        ) from error
+
+
+def imported(plugin: str) -> bool:
+    """Import ``plugin`` if its package is installed. Returns whether it is.
+
+    Raises:
+        ConfigError: it is installed, and its import fails.
+    """
+    if not _is_installed(plugin):
+        return False
+    try:
+        import_module(plugin)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"{plugin} is installed, but its import failed ({error}), so its devices cannot be "
+            'used. Repair or remove that package, or pass device="cpu".'
+        ) from error
+    return True
+
+
+def variables_to_set(accelerator: Accelerator, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables to add to the environment before the plug-in is imported.
+
+    A variable that the user has set keeps its value. One that was renamed gets both names, so
+    that plug-ins of any version find it.
+
+    Raises:
+        ConfigError: a variable names a file that does not exist, which the plug-in would ignore.
+    """
+    wanted = {name: value for name, value in accelerator.environment if name not in environ}
+    for names in accelerator.renamed:
+        given = [name for name in reversed(names) if name in environ]  # the new name counts
+        if not given:
+            continue
+        path = environ[given[0]]
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"{given[0]} names {path}, which is not a file (looked for in {Path.cwd()}). "
+                f"{accelerator.plugin} would use its own list instead, without an error. "
+                f"Correct the path, or unset {given[0]}."
+            )
+        wanted |= {name: path for name in names if name not in environ}
+    return wanted
+
+
+def _import_plugin(accelerator: Accelerator) -> None:
+    if _is_installed(accelerator.plugin):
+        os.environ.update(variables_to_set(accelerator, os.environ))
+        imported(accelerator.plugin)
+
+
+def _check_eager(accelerator: Accelerator) -> None:
+    """Refuse lazy mode, which a variable that was set too late leads to, too."""
+    module, _, function = accelerator.is_lazy.rpartition(".")
+    is_lazy = getattr(sys.modules.get(module), function, None)
+    if is_lazy is None or not is_lazy():
+        return
+    ((name, value),) = accelerator.environment
+    raise ConfigError(
+        f"{accelerator.plugin} runs in lazy mode, because {name} was not {value} when it was "
+        f"imported (now it is {os.environ.get(name, 'not set')}). Lazy mode collects operations "
+        "and runs them later, so parameters would not be gathered and freed when the schedule "
+        f"says. Set the variable where the process starts ({name}={value} python …), or import "
+        f"{accelerator.plugin} after sw.connect(), which sets it."
+    )
+
+
+def _is_installed(plugin: str) -> bool:
+    return bool(plugin) and find_spec(plugin.partition(".")[0]) is not None
+
+
+def _is_available(device: str) -> bool:
+    try:
+        return bool(torch.get_device_module(device).is_available())
+    except RuntimeError:  # torch does not know this kind of device
+        return False

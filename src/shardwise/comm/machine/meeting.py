@@ -1,0 +1,317 @@
+"""The ranks of a launch meet at a store, before there is a process group.
+
+torch waits in C++ for up to half an hour, deaf to Ctrl-C, with stack frames or with nothing. Here
+each rank looks in short steps, and says what it waits for:
+
+    1. reach the store    its host's name resolves, and its port answers
+    2. be there           each rank writes its host and process, so all know who is missing
+    3. connect            on a thread; an error of one rank is in the store, and ends all waits
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import platform
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic, sleep
+from typing import TypeVar
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shardwise.comm.machine.environment import Launch
+from shardwise.comm.transports.shared_memory import host
+from shardwise.comm.watchdog.desync import format_ranks
+from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
+
+T = TypeVar("T")
+
+FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
+LONGEST_INTERVAL = 60.0  # seconds
+POLL_INTERVAL = 0.05  # seconds
+LOOK_INTERVAL = 1.0  # seconds between two looks at the processes of this host
+PROBE_TIMEOUT = 2.0  # seconds in which a port has to answer
+LINGER = 1.0  # seconds for which a failed rank goes on serving the store, so others read why
+CHECKS = (
+    "Nothing has started. Check that every rank was started with the same MASTER_ADDR, "
+    "MASTER_PORT and WORLD_SIZE, and that no firewall or wrong network interface lies between them."
+)
+
+log = logging.getLogger("shardwise")
+_meetings = itertools.count()  # of this process; every rank holds the same number of them
+
+
+class Meeting:
+    """One rank's part in it. Final.
+
+    Args:
+        launch: which rank this is, and where the store is.
+        serves: does this rank serve the store?
+        timeout: seconds that the ranks have to meet.
+        attempt: how often the launcher has restarted all ranks; its store may be the same.
+    """
+
+    def __init__(self, launch: Launch, serves: bool, timeout: float, attempt: str) -> None:
+        self._launch, self._serves, self._timeout = launch, serves, timeout
+        name = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
+        self._place = f"{name}:{launch.port}"
+        self._since, self._next_warning, self._next_look = monotonic(), FIRST_WARNING, 0.0
+        self._processes = f"host/{host()}"  # lines of rank and process; 0: it is connected
+        self._prefix = f"shardwise/meeting/{attempt}/{next(_meetings)}/"
+        self._store: Store | None = None
+
+    def store(self) -> Store:
+        """The store, for a process group, once every rank is there.
+
+        Raises:
+            ConfigError: another process says that it is this rank.
+            RanksDisagree: a rank did not come in time, or gave up.
+        """
+        client = self._open()
+        self._store = PrefixStore(self._prefix, client)
+        self._appear(self._store)
+        while not self._all_are_there(self._store):
+            self._check(self._missing)
+            sleep(POLL_INTERVAL)
+        return PrefixStore(f"{self._prefix}group/", new_client(client))
+
+    def run(self, call: Callable[[], T]) -> T:
+        """The result of ``call``, which connects all ranks in C++.
+
+        Raises:
+            RanksDisagree: another rank gave up, or it took too long.
+        """
+        # Where the process ends meanwhile, the thread keeps ``self``, and so the store that rank 0
+        # serves: without it torch would raise in the thread, and abort the process.
+        result = self._run(
+            lambda: self._carry_out(call), lambda: "their connections are not all made"
+        )
+        self._write_process(0)
+        return result
+
+    def watch(self, call: Callable[[], T]) -> T:
+        """Run ``call`` on this thread, so that nothing can end it: what is wrong is logged."""
+        done = Event()
+
+        def look() -> None:
+            try:
+                while not done.wait(POLL_INTERVAL):
+                    self._check(lambda: "their connections are not all made")
+            except RanksDisagree as error:
+                log.warning("%s", error)
+
+        watcher = Thread(target=look, name="shardwise-connect", daemon=True)
+        watcher.start()
+        try:
+            return call()
+        finally:
+            done.set()
+            watcher.join()
+            self._write_process(0)
+
+    def failure(self) -> str:
+        """Say why a rank has given up; ``""`` if none has."""
+        if self._store is None or not self._store.check(["failed"]):
+            return ""
+        return self._store.get("failed").decode()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one gives up, and why."""
+        if self._store is None:
+            return
+        cause = str(error).rstrip(".") if isinstance(error, ShardwiseError) else repr(error)
+        with suppress(RuntimeError):
+            text = f"rank {self._launch.rank} could not connect: {cause}"
+            self._store.compare_set("failed", "", text)
+            sleep(LINGER if self._serves else 0.0)
+
+    # ---- its steps -----------------------------------------------------------------------------
+
+    def _open(self) -> Store:
+        """A client of the store, which rank 0 serves from now on."""
+        launch = self._launch
+        serves = self._serves and _is_free(launch.port)  # else another rank 0 may serve it
+        while not serves and (problem := _problem(launch.address, launch.port)):
+            self._check(lambda problem=problem: problem)  # type: ignore[misc]
+            sleep(POLL_INTERVAL)
+
+        def open_store() -> Store:
+            return TCPStore(
+                launch.address,
+                launch.port,
+                launch.size,
+                serves,
+                timedelta(seconds=self._timeout),
+                wait_for_workers=False,
+                multi_tenant=serves,
+            )
+
+        server = "the store of this rank" if serves else "a program listens there that"
+        silent = f"{server} has not answered as a store of torch does"
+        return self._run(open_store, lambda: _problem(launch.address, launch.port) or silent)
+
+    def _appear(self, store: Store) -> None:
+        """Write down that this rank is there."""
+        launch = self._launch
+        own = f"process {os.getpid()} on {platform.node()}"
+        other = store.compare_set(f"rank/{launch.rank}", "", own).decode()
+        if other != own:
+            raise ConfigError(
+                f"two processes are rank {launch.rank} of {launch.size}: {other}, and {own}. One "
+                "of them would wait for ever. Give each process a rank of its own, and each run a "
+                "MASTER_PORT of its own."
+            )
+        size = store.compare_set("size", "", str(launch.size)).decode()
+        if size != str(launch.size):
+            raise ConfigError(
+                f"rank {launch.rank} was started as one of {launch.size} ranks, and a rank before "
+                f"it as one of {size}. Start all with the same WORLD_SIZE."
+            )
+        self._write_process(os.getpid())
+
+    def _write_process(self, pid: int) -> None:
+        """Tell the ranks of this host which process to look at; ``0``: none any more."""
+        if self._store is None:
+            return
+        with suppress(RuntimeError):  # rank 0 may have closed the store, once all are connected
+            line = f"{self._launch.rank} {pid}\n"
+            self._store.append(self._processes, line)  # type: ignore[attr-defined]
+
+    def _all_are_there(self, store: Store) -> bool:
+        try:
+            return store.check([f"rank/{rank}" for rank in range(self._launch.size)])
+        except RuntimeError:  # the store has ended, which ``_check`` says in a sentence
+            return False
+
+    def _missing(self) -> str:
+        """Name the ranks that have not arrived."""
+        assert self._store is not None
+        ranks = range(self._launch.size)
+        missing = [rank for rank in ranks if not self._store.check([f"rank/{rank}"])]
+        verb = "is" if len(missing) == 1 else "are"
+        return f"{format_ranks(missing)} {verb} not there" if missing else "all are there"
+
+    def _carry_out(self, call: Callable[[], T]) -> T:
+        return call()
+
+    # ---- waiting -------------------------------------------------------------------------------
+
+    def _run(self, call: Callable[[], T], why: Callable[[], str]) -> T:
+        try:
+            return on_thread(call, lambda: self._check(why))
+        except DistError as error:
+            raise RanksDisagree(f"the ranks cannot connect ({error}). {CHECKS}") from error
+
+    def _check(self, why: Callable[[], str]) -> None:
+        """Say now and then why this rank waits; raise after the time limit."""
+        waited = monotonic() - self._since
+        if failure := self._read_failure():
+            raise RanksDisagree(f"{failure}. Nothing has started.")
+        if waited > self._timeout:
+            raise RanksDisagree(
+                f"the ranks did not all connect to {self._place} within {self._timeout:,.0f} s: "
+                f"{why()}. {CHECKS}"
+            )
+        if waited >= self._next_warning:
+            self._next_warning += min(self._next_warning, LONGEST_INTERVAL)
+            who = f"rank {self._launch.rank} has waited {waited:,.0f} s to meet the others"
+            log.warning("%s at %s: %s", who, self._place, why())
+
+    def _read_failure(self) -> str:
+        try:
+            return self.failure() or self._ended()
+        except RuntimeError as error:
+            return (
+                f"the store at {self._place} does not answer any more ({error}): the process that "
+                "served it, rank 0 or the launcher, has ended; read its own output"
+            )
+
+    def _ended(self) -> str:
+        """Name a rank of this host that was killed, and so could not say that it gives up."""
+        if self._store is None or (now := monotonic()) < self._next_look:
+            return ""
+        self._next_look = now + LOOK_INTERVAL
+        lines = self._store.get(self._processes).decode().splitlines()
+        for rank, pid in dict(line.split() for line in lines).items():
+            if _has_ended(pid):
+                return f"rank {rank} (process {pid}) has ended; read its own output"
+        return ""
+
+
+def _has_ended(pid: str) -> bool:
+    """Has this process ended? One whose parent has not waited for it has, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(") ")[2][0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return pid != "0"
+
+
+def new_client(store: Store) -> Store:
+    """Another client of the same store, whose blocking calls those of ``store`` do not wait for."""
+    socket.socket().close()  # raises if this process can open none, which torch would try for long
+    return store.clone()  # type: ignore[attr-defined, no-any-return]
+
+
+def on_thread(call: Callable[[], T], check: Callable[[], None]) -> T:
+    """The result of ``call``, which waits in C++; meanwhile ``check`` and Ctrl-C may raise here."""
+    result: Future[T] = Future()
+
+    def carry_out() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by ``result``
+            result.set_exception(error)
+
+    Thread(target=carry_out, name="shardwise-connect", daemon=True).start()
+    while not wait([result], POLL_INTERVAL).done:
+        check()
+    return result.result()
+
+
+def _problem(host: str, port: int) -> str:
+    """Say why nothing can connect to this address now; ``""`` if it may.
+
+    Raises:
+        OSError: this process can open no socket.
+    """
+    try:
+        socket.create_connection((host, port), PROBE_TIMEOUT).close()
+    except socket.gaierror as error:
+        return f"the name {host} does not resolve on {platform.node()} ({error.strerror})"
+    except ConnectionRefusedError:
+        return f"no program listens at port {port} of {host}, where rank 0 serves the store"
+    except TimeoutError:
+        return f"{host} does not answer"
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return f"{host} cannot be reached ({error.strerror})"
+    return ""
+
+
+def probe(launch: Launch) -> str:
+    """Say what this rank finds now at the address where the ranks are to meet."""
+    problem = _problem(launch.address, launch.port)
+    if problem.startswith("no program listens") and launch.rank == 0:
+        return "the name resolves, and the port is free for rank 0"
+    return problem or "a program answers: rank 0 of this run, or another program"
+
+
+def _is_free(port: int) -> bool:
+    """May this process listen at ``port``?"""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True

@@ -1,0 +1,1 @@
+"""Implementations of the protocol, side by side."""

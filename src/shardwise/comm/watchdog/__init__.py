@@ -1,0 +1,1 @@
+"""Waits that end or are explained, and settings that differ between ranks."""

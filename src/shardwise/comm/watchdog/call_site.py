@@ -1,0 +1,56 @@
+"""The line of the user's program that a thread is at: what it called, and where.
+
+A collective is named by the engine's words, such as ``gather blocks.3``. Which line of the program
+led there is on the thread's stack, which is read when a report is written, and not before.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from traceback import walk_stack
+
+import torch
+
+_PATHS = sysconfig.get_paths()
+_TORCH, _SHARDWISE = (
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[2]}{os.sep}",
+)
+# They call the user's program, which calls torch again.
+_STARTERS = tuple(
+    f"{package}{name.replace('/', os.sep)}"
+    for package, name in (
+        (_TORCH, "distributed/elastic"),
+        (_TORCH, "distributed/run.py"),
+        (_TORCH, "multiprocessing"),
+        (_SHARDWISE, "comm/transports/threads.py"),
+    )
+)
+_INSTALLED = tuple(
+    f"{_PATHS[name]}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+)
+
+
+def user_call(thread: int) -> str:
+    """The outermost call of torch or shardwise: ``"`model.state_dict()` at train.py:41"``.
+
+    ``""`` if ``thread`` is in none, or no program of the user's has called it.
+    """
+    stack = [
+        (frame.f_code.co_filename, line)
+        for frame, line in walk_stack(sys._current_frames().get(thread))
+    ]
+    called = [
+        depth
+        for depth, (file, _) in enumerate(stack)
+        if file.startswith((_TORCH, _SHARDWISE)) and not file.startswith(_STARTERS)
+    ]
+    for file, line in stack[called[-1] :] if called else ():
+        if not file.startswith((_TORCH, _SHARDWISE, *_INSTALLED, "<frozen")):
+            text = linecache.getline(file, line).strip()
+            return f"{f'`{text}` at ' if text else ''}{Path(file).name}:{line}"
+    return ""

@@ -1,0 +1,272 @@
+"""A watchdog thread per rank: it reports slow peers, and ends waits that can never complete.
+
+The thread checks twice a second whether its rank waits. After one second of waiting it publishes
+the rank's progress to the store, reads that of the others, and decides by a pure function whether
+the collective can complete. If it can, the watchdog logs for which ranks it waits. If not, it
+publishes the reason and interrupts the wait, on every rank with the same message. Without it a
+rank would hang for thirty minutes, then raise "connection closed by peer".
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import NamedTuple
+
+from torch.distributed.distributed_c10d import Store
+
+from shardwise.comm.watchdog import desync
+from shardwise.comm.watchdog.call_site import user_call
+from shardwise.comm.watchdog.desync import Collective, RankProgress
+from shardwise.errors import RanksDisagree
+
+POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
+FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
+FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
+MAX_CHECK_INTERVAL = 10.0  # seconds
+HISTORY = 256  # collectives that a rank publishes
+
+log = logging.getLogger("shardwise")
+
+
+class Wait(NamedTuple):
+    """A wait of this rank for a collective."""
+
+    collective: Collective
+    since: float  # ``monotonic()`` at its start
+    peer: int | None = None  # the rank whose message is missing, if it is known
+    is_complete: Callable[[], bool] = lambda: False  # for work on a stream, which ends unnoticed
+
+
+class Watchdog:
+    """One rank's watchdog over its group, through a store that all ranks share. Final.
+
+    Args:
+        store, timeout: see ``Group``.
+        interrupt: makes every pending operation of this rank fail, from any thread.
+        where, failure: see ``Shutdown``; ``where`` begins every message.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        interrupt: Callable[[], None],
+        timeout: float,
+        where: str = "",
+        failure: Callable[[], str] = str,
+    ) -> None:
+        self.waits: Wait | None = None  # this rank's present wait
+        self.failure = ""  # why the group has failed
+        self._store = store
+        self._rank = rank
+        self.size = size
+        self._interrupt = interrupt
+        self._timeout, self._where, self._failed_before = timeout, where, failure
+        self._recent: deque[Collective] = deque(maxlen=HISTORY)
+        self._issued = 0
+        self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
+        self._caller = threading.get_ident()  # whose stack has the user's program
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
+        self._thread.start()
+
+    # --- called by the comm ----------------------------------------------------------------
+
+    def raise_if_failed(self) -> None:
+        """Raise ``RanksDisagree`` if the group has failed."""
+        if self.failure:
+            raise RanksDisagree(self._where + self.failure)
+
+    def issue(self, collective: Collective) -> None:
+        """Record a collective; raises if the group has failed."""
+        self.raise_if_failed()
+        self._recent.append(collective)
+        self._issued = collective.seq + 1
+
+    def greet(
+        self, purpose: str, text: str = "", rendezvous: Callable[[], None] = lambda: None
+    ) -> list[str]:
+        """Every rank's ``text``, by rank, before the group is in use."""
+        number = next(self._greetings)
+        return self.gather_texts(Collective(number, "greeting", purpose, "", 0), text, rendezvous)
+
+    def gather_texts(
+        self,
+        collective: Collective,
+        text: str,
+        rendezvous: Callable[[], None] = lambda: None,
+        is_gone: Callable[[int], bool] = lambda _: False,
+    ) -> list[str]:
+        """Every rank's ``text`` for this collective, by rank.
+
+        Args:
+            rendezvous: called when this rank's text is in the store; returns when all are.
+            is_gone: has a rank's process ended? The store cannot tell a dead rank from a slow one.
+        """
+        self.issue(collective)
+        self.waits = Wait(collective, monotonic())
+        keys = [f"texts/{collective.seq}/{rank}" for rank in range(self.size)]
+        pause = 0.0005
+        try:
+            self._store.set(keys[self._rank], text)
+            rendezvous()
+            while not self._store.check(keys):
+                self.raise_if_failed()
+                for peer in range(self.size):
+                    if is_gone(peer) and not self._store.check([keys[peer]]):
+                        raise self.explain(RuntimeError("its process has ended"), peer)
+                sleep(pause)
+                pause = min(0.05, 2 * pause)
+            return [value.decode() for value in self._store.multi_get(keys)]
+        except RuntimeError as error:
+            raise self.explain(error) from error
+        finally:
+            self.waits = None
+
+    def fail(self, reason: str) -> RanksDisagree:
+        """Fail the group on every rank, with the first reason that any rank published."""
+        if not self.failure:
+            try:
+                self.failure = self._store.compare_set("verdict", "", reason).decode()
+            except RuntimeError:
+                self.failure = reason
+            # After publishing: a rank whose connection closes reads the reason from the store.
+            self._interrupt()
+        return RanksDisagree(self._where + self.failure)
+
+    def explain(self, error: BaseException, peer: int | None = None) -> RanksDisagree:
+        """The failure behind the backend's ``error``, on a message from or to ``peer`` if any."""
+        if self.failure:  # of which ``error`` is a consequence
+            return self.fail(self.failure)
+        waiting = {self._rank: self._recent[-1] if self.waits is None else self.waits.collective}
+        try:
+            # A rank publishes its reason before it closes connections, unless it was killed.
+            if verdict := self._read("verdict"):
+                return self.fail(verdict)
+            ended = {rank: c for rank, c in self._read_progress().items() if c.ended}
+        except RuntimeError:
+            return self.fail(_without_store(error, waiting[self._rank], peer))
+        own = desync.look_at({self._rank: user_call(self._caller)})
+        for rank in [peer] if peer in ended else ended:
+            why, issued = ended[rank].ended, ended[rank].issued
+            return self.fail(desync.rank_left(rank, why, issued, waiting) + own)
+        if peer is not None:
+            return self.fail(desync.rank_died(peer, waiting) + own)
+        return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
+
+    def leave(self, reason: str, linger: float = 0.0) -> None:
+        """Publish why this rank ends; wait up to ``linger`` seconds until all ranks have ended."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():  # which may have found a comm unused
+            self._thread.join()
+        closed = f"rank {self._rank} has left this process group ({reason})."
+        self.failure = self.failure or closed
+        try:
+            self._publish(ended=reason)
+            deadline = monotonic() + linger
+            while monotonic() < deadline and not self._all_ended():
+                sleep(0.02)
+        except RuntimeError:
+            log.debug("the store went before rank %d left", self._rank)
+
+    # --- the thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        since = next_check = next_warning = 0.0
+        while not self._stop.wait(POLL_INTERVAL):
+            waits = self.waits
+            if waits is None or self.failure or waits.is_complete():
+                continue
+            if waits.since != since:  # a comm that polls makes many objects of one wait
+                since, next_check = waits.since, FIRST_CHECK
+                next_warning = FIRST_WARNING
+            age = monotonic() - waits.since
+            if age < next_check:
+                continue
+            reason, text = self._check(waits, age)
+            if reason:
+                self.fail(reason)
+            elif text and age >= next_warning:
+                log.warning("%s%s", self._where, text)
+            while next_warning <= age:
+                next_warning *= 2
+            next_check = min(next_warning, 1.25 * age, age + MAX_CHECK_INTERVAL)
+
+    def _check(self, waits: Wait, age: float) -> tuple[str, str]:
+        """Say why the wait can never complete (or ``""``), and the warning of ``still_waiting``."""
+        collective = waits.collective
+        try:
+            self._publish(waits=collective.seq)
+            progress = self._read_progress()
+            reason = self._failed_before() or self._read("verdict") or desync.diagnose(progress)
+        except RuntimeError as error:
+            return _without_store(error, collective, waits.peer), ""
+        if waits.peer is None:
+            missing = desync.missing_ranks(progress, self.size, collective)
+        else:
+            missing = [waits.peer]
+        if not reason and age > self._timeout:
+            reason = desync.timed_out(missing, age, {self._rank: collective})
+            reason += desync.look_at({self._rank: user_call(self._caller)})
+        return reason, desync.still_waiting(self._rank, progress, missing, age, collective)
+
+    # --- the store -------------------------------------------------------------------------
+
+    def _publish(self, waits: int | None = None, ended: str = "") -> None:
+        call = "" if ended else user_call(self._caller)
+        progress = RankProgress(self._issued, tuple(self._recent.copy()), waits, ended, call)
+        self._store.set(f"cursor/{self._rank}", json.dumps(progress))
+
+    def _read_progress(self) -> dict[int, RankProgress]:
+        """The progress of ranks that have waited long at some time, or have ended."""
+        keys = {rank: f"cursor/{rank}" for rank in range(self.size)}
+        written = [rank for rank, key in keys.items() if self._store.check([key])]
+        values = self._store.multi_get([keys[rank] for rank in written])
+        return {rank: _decode_progress(value) for rank, value in zip(written, values, strict=True)}
+
+    def _all_ended(self) -> bool:
+        progress = self._read_progress()
+        return len(progress) == self.size and all(c.ended for c in progress.values())
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A bound method that does not keep its object, and does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (present := reference()) is not None:
+            present()
+
+    return call
+
+
+def process_exit_reason() -> str:
+    """Say why this process ends; called at interpreter exit."""
+    error: BaseException | None = getattr(sys, "last_value", None)  # set if nobody caught it
+    return f"it raised {error!r}" if error else "its process ended normally"
+
+
+def _decode_progress(value: bytes) -> RankProgress:
+    issued, recent, *rest = json.loads(value)
+    return RankProgress(issued, tuple(Collective(*fields) for fields in recent), *rest)
+
+
+def _without_store(error: BaseException, collective: Collective, peer: int | None) -> str:
+    subject = "" if peer is None else f"rank {peer} is gone, and "
+    return (
+        f"{subject}the store of the ranks does not answer any more ({error}) while this rank waits "
+        f"at {collective.details}. The process that served it, rank 0 or the launcher, has ended. "
+        "This group cannot be used any more. Read that process's own output, then start again."
+    )

@@ -1,0 +1,1 @@
+"""Options of ``shard()`` as values: what a user says."""

@@ -1,0 +1,1 @@
+"""A parameter and its gradient as torch's functions see them."""

@@ -1,0 +1,102 @@
+"""The decisions of ``shard()`` for a model, on paper: units, buckets, layouts and schedules.
+
+``shard()`` builds what is drawn here; a plan or a trace only draws it (``plan.draw``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.host_memory import HostMemory
+from shardwise.comm.mesh import Mesh, Shape
+from shardwise.comm.protocol import Comm
+from shardwise.config.options import Options
+from shardwise.config.placement import Placement
+from shardwise.plan.printed import Schedule
+from shardwise.plan.residency import with_residency
+from shardwise.plan.schedule.decide import events
+from shardwise.plan.schedule.events import Mode, Order, Policy, UnitBytes
+from shardwise.plan.spec import BucketSpec, bytes_of, policy_of, specs_of
+from shardwise.plan.units.units import Units, choose_units
+from shardwise.plan.units.wrap import Wrap
+
+__all__ = ["Blueprint", "draw_on"]
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """A model as ``shard()`` cuts it for one rank.
+
+    Attributes:
+        units: which parameters are gathered together.
+        specs: the buckets of each unit, by its name.
+        placement: the strategy.
+        policy: where each unit lives, prefetch, and whether a gather casts.
+        rank, world: for which rank, of how many.
+        shape: the grid of a hybrid strategy; otherwise ``None``.
+        options: as for ``shard()``.
+    """
+
+    units: Units
+    specs: Mapping[str, tuple[BucketSpec, ...]]
+    placement: Placement
+    policy: Policy
+    rank: int
+    world: int
+    shape: Shape | None
+    options: Options
+
+    @property
+    def buckets(self) -> tuple[BucketSpec, ...]:
+        """Buckets of all units, in order."""
+        return tuple(spec for specs in self.specs.values() for spec in specs)
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """Return what this rank holds of each parameter: shape and dtype, on the meta device."""
+        return {
+            slot.name: torch.empty(shape, dtype=spec.dtypes.stored, device="meta")
+            for spec in self.buckets
+            for slot in spec.slots
+            for shape in [spec.layout.shard_shape(slot, spec.position)]
+        }
+
+    @property
+    def nbytes(self) -> dict[str, UnitBytes]:
+        """Bytes of each unit."""
+        trained = {name: [s for s in specs if s.trainable] for name, specs in self.specs.items()}
+        return {name: bytes_of(specs, trained[name]) for name, specs in self.specs.items()}
+
+    def schedule(
+        self, order: Order, mode: Mode = "train", nbytes: Mapping[str, UnitBytes] | None = None
+    ) -> Schedule:
+        """One training step, to be printed; ``nbytes``: of what is trained now."""
+        shape = f" ({self.shape})" if self.shape else ""
+        name = self.placement.name + shape + self.options.offload_words
+        nbytes = nbytes or self.nbytes
+        policy = replace(self.policy, placements=dict.fromkeys(self.specs, self.placement))
+        plain = events(order, policy, nbytes, mode)
+        step = (events(order, self.policy, nbytes, mode), nbytes, name, mode, self.world)
+        return Schedule(*step, self.buckets, plain, self.options.buffers)
+
+
+def draw_on(
+    comm: Comm,
+    model: nn.Module,
+    wrap: Wrap | None,
+    placement: Placement,
+    shape: Shape | None,
+    options: Options,
+) -> Blueprint:
+    """A blueprint of ``model`` for a rank of ``comm``; arguments are those of ``shard()``."""
+    units, mesh = choose_units(model, wrap, options.ignored), Mesh.of(comm, placement.splits, shape)
+    host = HostMemory(comm.device)
+    cut = {unit.name: specs_of(unit, options, mesh, placement, host) for unit in units}
+    specs = {name: tuple(each) for name, each in with_residency(cut, options.residency).items()}
+    policy = policy_of([spec for each in specs.values() for spec in each], options.prefetch)
+    return Blueprint(units, specs, placement, policy, comm.rank, comm.size, shape, options)

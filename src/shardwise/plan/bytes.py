@@ -1,0 +1,172 @@
+"""Bytes that each strategy keeps on a rank and sends in a step, for one model.
+
+Exact: equal to what tensors of a sharded model sum to. The ordinary rule of thumb, 16 bytes a
+parameter, knows neither frozen parameters nor padding nor uneven shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.config.options import blocks
+from shardwise.config.strategies import PRESETS, STRATEGIES, placement_of
+from shardwise.plan import order
+from shardwise.plan.blueprint import Blueprint
+from shardwise.plan.draw import draw, mesh_of
+from shardwise.plan.schedule.events import Event, Op
+from shardwise.plan.spec import BucketSpec
+
+__all__ = ["OPTIMIZERS", "Kept", "blueprints", "kept", "table_of"]
+
+OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
+"""Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
+LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One rank's bytes under one strategy.
+
+    Attributes:
+        strategy: its name.
+        parameters, gradients, optimizer: on the device, without padding: parameters and state
+            between steps, gradients where they are once they are reduced.
+        in_host: the same three in host memory, which ``offload`` has put there.
+        joined: of this rank's shards, with padding: what its copies have updated, and a copy on
+            the device of what is in host memory.
+        padding: of the parameters, which no tensor shows.
+        gathered: full buckets at most at a time, besides what is kept.
+        sent: by this rank in a step.
+        calls: collectives of a step: ``{"forward gather": 3, …}``.
+    """
+
+    strategy: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    in_host: int
+    joined: int
+    padding: int
+    gathered: int
+    sent: int
+    calls: Mapping[str, int]
+
+    @property
+    def stored(self) -> int:
+        """Bytes on the device: parameters, with ``padding`` and ``joined``."""
+        return self.parameters + self.padding + self.joined
+
+    @property
+    def between_steps(self) -> int:
+        """Bytes on the device: what is ``stored``, gradients and optimizer state."""
+        return self.stored + self.gradients + self.optimizer
+
+
+def table_of(
+    model: nn.Module,
+    ranks: tuple[int, int],
+    optimizer: str = "adamw",
+    mesh: tuple[int, int] | None = None,
+    residency: int = 0,
+    **options: Any,
+) -> list[Kept]:
+    """One row for each strategy; the arguments are those of ``blueprints``."""
+    drawn = blueprints(model, ranks, mesh, residency, **options)
+    return [kept(model, blueprint, optimizer) for blueprint in drawn]
+
+
+def blueprints(
+    model: nn.Module,
+    ranks: tuple[int, int],
+    mesh: tuple[int, int] | None = None,
+    residency: int = 0,
+    **options: Any,
+) -> Iterator[Blueprint]:
+    """One for each strategy, for rank ``ranks[0]`` of ``ranks[1]``; hybrids need a ``mesh``.
+
+    ``mesh`` and ``residency`` are those of the strategies that can use them.
+    """
+    for strategy in PRESETS if mesh else STRATEGIES:
+        options["mesh"] = mesh_of(strategy, mesh)
+        options["residency"] = 0 if placement_of(strategy).resident else residency
+        yield draw(model, strategy, ranks=ranks, **options)
+
+
+def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Kept:
+    """Return what a rank keeps and sends as ``blueprint`` cuts ``model``."""
+    shards = blueprint.parameters
+    parameters, gradients, state = [0, 0], [0, 0], [0, 0]  # on the device, in host memory
+    for spec in blueprint.buckets:
+        own = [(slot.numel, shards[slot.name]) for slot in spec.slots]
+        nbytes = sum(shard.nbytes for _, shard in own)
+        parameters[spec.in_host] += nbytes
+        gradients[spec.in_host] += nbytes * spec.trainable
+        size = sum(_state_nbytes(optimizer, numel, shard) for numel, shard in own)
+        state[spec.in_host] += size * spec.trainable
+    schedule = blueprint.schedule(order.guess(model, blueprint.units.unit_names))
+    return Kept(
+        strategy=blueprint.placement.name,
+        parameters=parameters[0],
+        gradients=gradients[0],
+        optimizer=state[0],
+        in_host=parameters[1] + gradients[1] + state[1],
+        joined=sum(_joined(spec) for spec in blueprint.buckets),
+        padding=sum(spec.rest_nbytes for spec in blueprint.buckets) - sum(parameters),
+        gathered=_most_gathered(schedule.events, blueprint),
+        sent=sum(schedule.sent(event) for event in schedule.events),
+        calls=_calls(schedule.events, blueprint),
+    )
+
+
+def _state_nbytes(optimizer: str, numel: int, shard: Tensor) -> int:
+    """Bytes of one rank's part of ``numel`` elements; without what all have in common."""
+    if optimizer == "adamw_8bit":  # codes, and a scale in float32 for each block; or float32
+        part = shard.numel()
+        return 2 * (part + 4 * blocks(part) if numel >= LEAST_8_BITS else 4 * part)
+    copies, more = OPTIMIZERS[optimizer]
+    return copies * shard.nbytes + more
+
+
+def _joined(spec: BucketSpec) -> int:
+    """Bytes kept to be sent, besides the shard where that is a piece of it."""
+    if spec.staged is None:
+        return 0
+    nbytes = spec.layout.numel // spec.shard.size * spec.staged.itemsize
+    is_piece = not spec.in_host and spec.dtypes.stored is spec.dtypes.param
+    return nbytes - (spec.rest_nbytes if is_piece else 0)
+
+
+def _most_gathered(events: Sequence[Event], blueprint: Blueprint) -> int:
+    """Bytes of the full buckets that exist at most at a time, besides what is kept."""
+    nbytes = blueprint.nbytes
+    if blueprint.placement.resident and blueprint.placement.splits:
+        shards = sum(spec.rest_nbytes for spec in blueprint.buckets if spec.allocation.aliased)
+        return sum(unit.gathered for unit in nbytes.values()) - shards  # slices of full buckets
+    gathered = most = 0
+    for event in events:
+        if event.op is Op.GATHER:
+            gathered += nbytes[event.unit].gathered
+        elif event.op is Op.FREE:
+            gathered -= nbytes[event.unit].gathered
+        most = max(most, gathered)
+    return most
+
+
+def _calls(events: Sequence[Event], blueprint: Blueprint) -> dict[str, int]:
+    """Collectives by phase, one for each bucket that takes part."""
+    counts: Counter[str] = Counter()
+    split = blueprint.placement.splits
+    for event in events:
+        specs = blueprint.specs.get(event.unit, ())
+        if event.op is Op.GATHER and split:
+            counts[f"{event.phase} gather"] += len(specs)
+        elif event.op is Op.UPDATE:
+            counts["update"] += sum(spec.splits_copies for spec in specs)
+        elif event.op is Op.REDUCE:
+            counts["reduce"] += sum(spec.trainable for spec in specs)
+    return dict(counts)

@@ -1,0 +1,65 @@
+"""A model as ``shard()`` would cut it: a blueprint for ranks that need not exist.
+
+The model is not touched and may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.machine.environment import local_size
+from shardwise.comm.mesh import shape_of
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.config.options import Options
+from shardwise.config.strategies import placement_of
+from shardwise.plan.blueprint import Blueprint, draw_on
+from shardwise.plan.spec import BucketSpec
+from shardwise.plan.units.wrap import Wrap
+
+__all__ = ["draw", "mesh_of", "name_of", "of_shape"]
+
+
+def of_shape(dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor of this shape without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def name_of(blueprint: Blueprint, spec: BucketSpec) -> str:
+    """The unit's name, with a number where it has several buckets: ``"blocks.0.1"``."""
+    among, unit = blueprint.specs[spec.unit], spec.unit or "root"
+    return f"{unit}.{among.index(spec)}" if len(among) > 1 else unit
+
+
+def mesh_of(strategy: str, mesh: tuple[int, int] | None) -> tuple[int, int] | None:
+    """``mesh`` for a hybrid strategy; the others, which are compared with it, have one axis."""
+    return mesh if placement_of(strategy).hybrid else None
+
+
+def draw(
+    model: nn.Module,
+    strategy: str = "full_shard",
+    wrap: Wrap | None = None,
+    ranks: tuple[int, int] = (0, 2),
+    **options: Any,
+) -> Blueprint:
+    """A blueprint of ``model`` for one rank.
+
+    Args:
+        model: any module; it stays as it is.
+        strategy, wrap, options: as for ``shard()``.
+        ranks: the rank, and how many there are.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+    chosen, placement = Options(**options), placement_of(strategy)
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
+    chosen.precision.check(comm.device, model)
+    name, hybrid = placement.name, placement.hybrid
+    shape = shape_of(name, hybrid, comm.size, chosen.mesh, local_size(os.environ))
+    return draw_on(comm, model, wrap, placement, shape, chosen)

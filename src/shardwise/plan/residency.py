@@ -1,0 +1,57 @@
+"""Full buckets that stay in memory, within a number of bytes.
+
+A frozen bucket that stays is never gathered again, so those come first. A trained unit that stays
+from its first use to its last saves one of the two gathers of ``full_shard``: its values are new in
+the next step. Of each kind the largest that fits is taken first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shardwise.errors import ConfigError
+from shardwise.plan.spec import BucketSpec
+
+__all__ = ["with_residency"]
+
+Specs = Mapping[str, Sequence[BucketSpec]]
+
+
+def with_residency(specs: Specs, budget: int) -> dict[str, list[BucketSpec]]:
+    """The specs of each unit, by its name; those that stay say so.
+
+    Args:
+        budget: bytes of full buckets on this rank.
+
+    Raises:
+        ConfigError: the strategy keeps all full buckets anyway.
+    """
+    every = [spec for buckets in specs.values() for spec in buckets]
+    if budget and all(spec.placement.resident for spec in every):
+        raise ConfigError(
+            f"residency={budget:,} has no effect: with {every[0].placement.name} all full buckets "
+            "stay in memory, and frozen ones are gathered once. Leave it out."
+        )
+    frozen = [spec for spec in every if not (spec.trainable or spec.placement.resident)]
+    kept, left = set[BucketSpec](), budget
+    for spec in sorted(frozen, key=_nbytes, reverse=True):
+        if _nbytes(spec) <= left:
+            kept.add(spec)
+            left -= _nbytes(spec)
+    rest = {unit: sum(_nbytes(s) for s in specs[unit] if s not in kept) for unit in specs}
+    placements = {unit: specs[unit][0].placement for unit in specs}
+    for unit in sorted(rest, key=lambda unit: rest[unit], reverse=True) if budget else ():
+        if rest[unit] <= left and placements[unit].frees:
+            placements[unit] = replace(placements[unit], parameters=())
+            left -= rest[unit]
+    return {
+        unit: [
+            replace(s, kept=s in kept or s.kept, placement=placements[unit]) for s in specs[unit]
+        ]
+        for unit in specs
+    }
+
+
+def _nbytes(spec: BucketSpec) -> int:
+    return spec.layout.numel * spec.dtypes.param.itemsize

@@ -1,0 +1,167 @@
+"""Finds a model's repeated blocks, its embeddings and its head by structure.
+
+model                  blocks            embeddings   head
+├── embed                                embed
+├── layers: ModuleList
+│   ├── 0: Block       layers.0
+│   └── 1: Block       layers.1
+├── norm                                              norm ┐ one unit
+└── lm_head                                        lm_head ┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+
+from torch import nn
+
+__all__ = [
+    "Group",
+    "as_group",
+    "has_forward",
+    "holds_parameters",
+    "partial_roots",
+    "pick_by_structure",
+]
+
+Group = tuple[nn.Module, ...]
+"""Modules that share one unit: the forward of any of them needs all of its parameters."""
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Test that the module can be called; ``nn.ModuleList`` and other containers cannot."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def holds_parameters(module: nn.Module) -> bool:
+    """Test that the module or a submodule has a parameter."""
+    return any(True for _ in module.parameters())
+
+
+def pick_by_structure(model: nn.Module) -> list[Group]:
+    """Blocks, then embeddings outside them, then the head; nothing if the model repeats nothing.
+
+    Single layers (a ``Linear`` in a ``Sequential``) are blocks only in a model without larger
+    ones, and norms never are. An embedding or head with less than a sixteenth of the largest
+    block's elements (BERT's token types) is not picked: it is cheaper to keep it gathered.
+    """
+    blocks = _blocks(model, _is_large) or _blocks(model, _has_matrix)
+    if not blocks:
+        return []
+    inside = {m for block in blocks for top in block for m in top.modules()}
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    embeddings = [table for table in tables if table not in inside]
+    others = [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
+    largest = max(map(_elements, blocks))
+    return _disjoint([*blocks, *(group for group in others if 16 * _elements(group) >= largest)])
+
+
+def partial_roots(
+    model: nn.Module, unit_modules: Collection[nn.Module], root_params: Iterable[nn.Parameter]
+) -> set[nn.Module]:
+    """Modules that contain units and parameters of the root's unit.
+
+    They can be called without the model: the encoder in ``generate()``, one tower of two.
+    """
+    ids = {id(param) for param in root_params}
+    return {
+        module
+        for module in model.modules()
+        if module not in unit_modules
+        and any(part in unit_modules for part in module.modules())
+        and any(id(param) in ids for param in module.parameters())
+    }
+
+
+def _disjoint(groups: Iterable[Group]) -> list[Group]:
+    """A module in several groups (one object in many places) stays in the first one only."""
+    first: dict[nn.Module, int] = {}
+    for number, group in enumerate(groups):
+        for module in group:
+            first.setdefault(module, number)
+    remaining: dict[int, list[nn.Module]] = defaultdict(list)
+    for module, number in first.items():
+        remaining[number].append(module)
+    return [tuple(modules) for modules in remaining.values()]
+
+
+def _elements(group: Group) -> int:
+    inside = {param for module in group for param in module.parameters()}
+    return sum(param.numel() for param in inside)
+
+
+def _blocks(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[Group]:
+    """The topmost repeated siblings for which ``is_block``, in order of registration."""
+    siblings_of = {module: _repeated(module, is_block) for module in model.modules()}
+    repeated_classes = {
+        type(row[0]) for blocks_in in siblings_of.values() for row in blocks_in if _any_equal(row)
+    }
+
+    def below(module: nn.Module) -> list[nn.Module]:
+        blocks_in = {child: below(child) for child in module.children()}
+        for siblings in siblings_of[module]:
+            # Swin's stages have one class, but different shapes, and most hold blocks: descend
+            # into them. Experts lie inside blocks, too, but these blocks have equal shapes.
+            most_hold = 2 * sum(bool(blocks_in[child]) for child in siblings) > len(siblings)
+            stages = type(siblings[0]) not in repeated_classes and most_hold
+            deeper = stages or not has_forward(siblings[0])
+            blocks_in |= {
+                child: (blocks_in[child] if deeper else []) or [child] for child in siblings
+            }
+        return [block for blocks in blocks_in.values() for block in blocks]
+
+    return [as_group(block) for block in dict.fromkeys(below(model))]
+
+
+def _repeated(module: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[list[nn.Module]]:
+    """Two or more children of one class, if the module is a list of some kind."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        return []
+    by_class: dict[type, list[nn.Module]] = defaultdict(list)
+    for child in filter(is_block, module.children()):
+        by_class[type(child)].append(child)
+    return [siblings for siblings in by_class.values() if len(siblings) > 1]
+
+
+def _any_equal(siblings: list[nn.Module]) -> bool:
+    shapes = {tuple((name, p.shape) for name, p in m.named_parameters()) for m in siblings}
+    return len(shapes) < len(siblings)
+
+
+def as_group(block: nn.Module) -> Group:
+    """Return the root of a block's unit: itself or, if it is a list of layers, those."""
+    if has_forward(block):
+        return (block,) if holds_parameters(block) else ()
+    return tuple(module for child in block.children() for module in as_group(child))
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Is it more than a single layer: has it children, or several matrices?"""
+    has_parts = any(True for _ in module.children())
+    return bool(as_group(module)) and (has_parts or _matrices(module.parameters()) > 1)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return bool(as_group(module)) and _matrices(module.parameters()) > 0
+
+
+def _matrices(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(param.ndim > 1 for param in parameters)
+
+
+def _head(model: nn.Module, blocks: set[nn.Module], embeddings: set[nn.Module]) -> Group:
+    """The topmost modules after the last block, if the last of them has a matrix."""
+    position = {module: i for i, module in enumerate(model.modules())}
+    last = max(position[module] for module in blocks)
+
+    def heads_in(module: nn.Module) -> list[nn.Module]:
+        is_after = position[module] > last and embeddings.isdisjoint(module.modules())
+        if is_after and has_forward(module):
+            return [module] if holds_parameters(module) else []
+        return [inner for child in module.children() for inner in heads_in(child)]
+
+    head = tuple(dict.fromkeys(heads_in(model)))
+    owned = [list(m.parameters(recurse=False)) for top in head[-1:] for m in top.modules()]
+    final = [parameters for parameters in owned if parameters][-1:]
+    return head if any(_matrices(parameters) for parameters in final) else ()

@@ -1,0 +1,79 @@
+"""From the stack of a thread to the line of the program that the user wrote."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.watchdog.call_site import user_call
+
+
+class Told(nn.Module):
+    """Notes where its caller is, while it computes and in its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.calls: list[str] = []
+
+    def note(self, *_: object) -> None:
+        self.calls.append(user_call(threading.get_ident()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note()
+        x.register_hook(self.note)
+        out: Tensor = self.fc(x)
+        return out
+
+
+def called(lines: list[str]) -> list[str]:
+    """Without the numbers of the lines, which change."""
+    here = Path(__file__).name
+    assert all(line.rpartition(":")[2].isdecimal() and f" at {here}:" in line for line in lines)
+    return [line.partition(" at ")[0] for line in lines]
+
+
+def test_the_call_of_torch_is_named_and_not_the_lines_that_torch_calls() -> None:
+    model = Told()
+    sw.shard(model, comm=FakeComm(0, 2))
+    loss = nn.Sequential(model)(torch.ones(2, 2, requires_grad=True)).sum()
+    loss.backward()
+    expected = ["`loss = nn.Sequential(model)(torch.ones(2, 2, requires_grad=True)).sum()`"]
+    assert called(model.calls) == [*expected, "`loss.backward()`"]
+
+
+def test_functions_that_torch_wraps_are_named_where_they_are_called() -> None:
+    model = Told()
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> None:
+        model(torch.ones(2, 2).requires_grad_(False).clone())
+
+    model.forward = lambda x: model.note()  # type: ignore[method-assign, assignment, return-value]
+    evaluate(model)
+    assert called(model.calls) == ["`evaluate(model)`"]
+
+
+def test_a_program_without_source_has_a_number_all_the_same() -> None:
+    model, scope = Told(), dict[str, object]()
+    exec("def run(model, x):\n    model(x)", scope)
+    run = scope["run"]
+    assert isinstance(run, Callable)  # type: ignore[arg-type]
+    run(model, torch.ones(2, 2, requires_grad=True))  # type: ignore[operator]
+    assert model.calls == ["<string>:2"]
+
+
+def test_a_thread_that_is_in_no_call_is_nowhere() -> None:
+    may_end = threading.Event()
+    thread = threading.Thread(target=may_end.wait)
+    thread.start()
+    assert user_call(thread.ident or 0) == ""
+    may_end.set()
+    thread.join()
+    assert user_call(thread.ident or 0) == ""

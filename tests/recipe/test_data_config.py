@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from shardwise.recipe.data_config import DataConfig
+
+
+def test_packing_is_yes_no_or_a_word() -> None:
+    for packing in (True, False, "concatenate"):
+        some = DataConfig.model_validate({"format": "alpaca", "source": "a", "packing": packing})
+        assert some.packing is packing or some.packing == packing
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"packing": False}, "format is text, for which data.packing means nothing; leave it out"),
+        ({"format": "alpaca", "source": "a", "max_bytes": 9}, "alpaca, for which data.max_bytes "),
+        ({"format": "alpaca"}, "format is alpaca and source is stdlib, which is text; name the sa"),
+        (
+            {"format": "alpaca", "source": "a", "columns": {"answer": "x"}},
+            "columns has 'answer', which alpaca does not read; its columns are instruction",
+        ),
+    ],
+)
+def test_keys_that_the_format_does_not_read(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DataConfig.model_validate(given)

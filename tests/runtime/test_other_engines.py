@@ -1,0 +1,126 @@
+"""Other engines around a sharded model, and inside one that is to be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.transports.local import LocalComm
+from tests.copies import clones, equal, said
+from tests.nets import decoder, decoder_batch
+from tests.steps import train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """torch's own group of two ranks, of which one is here."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=CPU)
+
+
+AROUND: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "DDP": (
+        DistributedDataParallel,
+        "DistributedDataParallel was put around a Decoder that is sharded: it",
+    ),
+    "DataParallel": (
+        DataParallel,
+        "DataParallel was put around a Decoder that is sharded: it would",
+    ),
+    "FSDP1": (fsdp1, "FullyShardedDataParallel was put around a Decoder that is sharded: it"),
+    "FSDP2": (fully_shard, "fully_shard() was called on a module of a sharded model, so shards"),
+    "FSDP2 on a block": (
+        lambda model: fully_shard(model.get_submodule("blocks.0")),
+        "fully_shard() was called on a module of a sharded model, so shards would be sharded again",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Trying to ignore the top-level module:UserWarning")
+@pytest.mark.parametrize("comm", [LocalComm(), FakeComm(0, 2)], ids=["alone", "two"])
+@pytest.mark.parametrize("what", AROUND)
+def test_an_engine_around_a_sharded_model_is_refused_and_changes_nothing(
+    what: str, comm: Comm, group: None
+) -> None:
+    wrap, text = AROUND[what]
+    model = decoder()
+    sharded = sw.shard(model, comm=comm)
+    before = clones(sharded.local_state_dict())
+    assert said(sw.ConfigError, lambda: wrap(model)).startswith(text)
+    assert equal(sharded.local_state_dict(), before)
+    train(model, decoder_batch(0, 2))
+    sharded.unshard()
+    wrap(model)
+
+
+def on_a_block(wrap: Callable[[nn.Module], Any]) -> Callable[[nn.Module], nn.Module]:
+    def wrapped(model: nn.Module) -> nn.Module:
+        blocks = model.get_submodule("blocks")
+        blocks.register_module("0", wrap(blocks.get_submodule("0")))
+        return model
+
+    return wrapped
+
+
+WRAPPED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "DDP": (DistributedDataParallel, "the model is managed by DistributedDataParallel already"),
+    "in another": (
+        lambda model: nn.Sequential(DataParallel(model)),
+        "module '0' is managed by DataParallel already, so its gradients would be averaged twice",
+    ),
+    "DDP on a block": (
+        on_a_block(DistributedDataParallel),
+        "module 'blocks.0' is managed by DistributedDataParallel already, so its gradients would",
+    ),
+    "FSDP2 on a block": (
+        on_a_block(fully_shard),
+        "module 'blocks.0' is managed by fully_shard() already, so its gradients would be averaged",
+    ),
+    "FSDP1": (fsdp1, "the model is managed by FullyShardedDataParallel already"),
+    "FSDP2": (fully_shard, "the model is managed by fully_shard() already"),
+    "DTensor": (
+        lambda model: distribute_module(model, init_device_mesh("cpu", (2,))),
+        "parameter 'embed.weight' is a DTensor, which is sharded already",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRAPPED)
+def test_a_model_that_another_engine_manages_is_not_sharded(what: str, group: None) -> None:
+    wrap, text = WRAPPED[what]
+    model = wrap(decoder())
+    assert said(sw.ConfigError, lambda: sw.shard(model, comm=LocalComm())).startswith(text)
+
+
+def test_what_torch_registers_for_other_ends_stays(group: None) -> None:
+    """A composable API that was applied before is there while the model is sharded, and after."""
+    model = decoder()
+    checkpoint(model.get_submodule("blocks.0"))
+    sharded = sw.shard(model, comm=LocalComm())
+    for done in (lambda: None, sharded.unshard):
+        done()
+        with pytest.raises(AssertionError, match="checkpoint has already been applied"):
+            checkpoint(model.get_submodule("blocks.0"))
+    assert list(get_model_state_dict(model)) == list(model.state_dict())
