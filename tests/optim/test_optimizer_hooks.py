@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shardwise as sw
-from shardwise.comm.fake import FakeComm
-from shardwise.comm.local import LocalComm
 from shardwise.comm.protocol import Comm
-from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.memory.sharded_parameter import ShardedParameter
-from shardwise.memory.sharding import sharding_of
+from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.transports.local import LocalComm
+from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
+from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
+from shardwise.optim.optimizer_hooks import OptimizerHooks
+from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import assert_near, clones, equal, on_ranks, said, seeded
 from tests.nets import Net
@@ -307,6 +307,15 @@ class ClippedAdamW(torch.optim.AdamW):
         super().step()
 
 
+class NormalisedAdamW(torch.optim.AdamW):
+    """One with torch's step, and a helper of its own, which looks across each parameter."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        for param in group["params"]:
+            param.grad.div_(param.grad.norm())
+        return super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+
+
 class ValueClippedAdamW(ClippedAdamW):
     elementwise = True
 
@@ -318,15 +327,16 @@ def test_an_unknown_optimizer_is_refused_until_it_says_that_it_is_elementwise(wo
         train(model, nets.decoder_batch(comm.rank, 2))
         for kind in (SignedElementwise, DecayedAdamW, ValueClippedAdamW):
             kind(model.parameters()).step()
-        refused: list[type[Optimizer]] = [Signed, SignedByNorm, ClippedAdamW]
+        refused: list[type[Optimizer]] = [Signed, SignedByNorm, ClippedAdamW, NormalisedAdamW]
         return [said(sw.OptimizerError, kind(model.parameters()).step) for kind in refused]  # type: ignore[call-arg]
 
     for texts in on_ranks(world, nets.decoder, rank):
-        assert len(texts) == 3
-        for text, name in zip(texts, ("Signed", "SignedByNorm", "ClippedAdamW"), strict=True):
+        names = ("Signed", "SignedByNorm", "ClippedAdamW", "NormalisedAdamW")
+        for text, name in zip(texts, names, strict=True):
             assert "it is not known to update each element by itself" in text
             assert f"takes no norm or other sum over a parameter, say so: `{name}.elem" in text
         assert "since it has a step() of its own and not that of AdamW" in texts[2]
+        assert "since it has a _init_group() of its own and not that of AdamW" in texts[3]
 
 
 class ByKernel(SignedElementwise):
@@ -614,7 +624,7 @@ def test_code_of_users_around_a_step_sees_shards() -> None:
 
 
 def step_hooks() -> int:
-    return len(_global_optimizer_pre_hooks)
+    return len(OptimizerHooks._of_models)
 
 
 def test_the_hooks_of_models_that_are_gone_go_with_the_next_model() -> None:
@@ -636,7 +646,17 @@ def test_the_hooks_of_models_that_are_gone_go_with_the_next_model() -> None:
     after = step_hooks()
     assert after <= before + 1
     sharded.unshard()
-    assert step_hooks() == after - 1
+    assert step_hooks() < after
+
+
+def test_a_model_may_be_sharded_while_the_optimizer_of_another_steps() -> None:
+    """Ranks that are threads do, and torch iterates over its hooks meanwhile."""
+    first, second = nets.decoder(), nets.decoder()
+    sharded = sw.shard(first)
+    train(first, nets.decoder_batch(0, 2))
+    sharded.runtime.before_update.append(lambda: sw.shard(second))
+    torch.optim.SGD(first.parameters(), lr=0.1).step()
+    assert sharding_of(second.get_parameter("lm_head.weight"))
 
 
 def test_the_shards_of_a_scalar_keep_the_optimizers_books() -> None:
@@ -707,7 +727,7 @@ def test_state_of_another_number_of_ranks_is_refused() -> None:
     )
     assert said(sw.ShardwiseError, optimizer.step) == (
         "state 'exp_avg' of parameter 'weight' has shape (4, 6); the shard here is (32, 1) of "
-        "(6, 6). It is another rank's state, or that of other ranks. Load whole state, as "
+        "(6, 6). It is another rank's state, or that of other ranks. Load full state, as "
         "optimizer.state_dict() gives it, sharded or not, or use "
         "sharded.load_optimizer_state_dict() or sharded.load()."
     )
@@ -732,12 +752,9 @@ def test_state_that_fits_on_one_rank_alone_is_refused_on_every_rank() -> None:
 
 
 @pytest.fixture
-def no_other_models() -> Iterator[None]:
+def no_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of other tests that are still there look at every optimizer, too."""
-    others = dict(_global_optimizer_pre_hooks)
-    _global_optimizer_pre_hooks.clear()
-    yield
-    _global_optimizer_pre_hooks.update(others)
+    monkeypatch.setattr(OptimizerHooks, "_of_models", [])
 
 
 @pytest.mark.usefixtures("no_other_models")

@@ -1,4 +1,4 @@
-"""Which optimizers may step on shards, checked where they step.
+"""Optimizers that may step on shards, checked where they step.
 
 An elementwise update (Adam, SGD) is the same on a shard as on the whole parameter. One that
 looks across elements (a factored moment, an orthogonalised matrix, a line search) silently
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import OptimizerError
-from shardwise.integrations.peft import check_optimizer
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.shard_tensor import ShardTensor
-from shardwise.memory.sharded_parameter import ShardedParameter
-from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.shard_tensor.adapter_order import check_optimizer
+from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
+from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.optim.blockwise import check_blocks, is_blockwise, make_state
 from shardwise.optim.cut_state import cut_state, whole_state
+from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
 log = logging.getLogger("shardwise")
@@ -58,11 +58,11 @@ _INSTEAD = {"Muon": "sw.optim.Muon(sharded), which is exact on shards"}
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-class Shown(dict[str, Any]):
-    """The keyword arguments of a step, and parameters that show their plain class meanwhile.
+class PlainClassDuringStep(dict[str, Any]):
+    """Shows parameters as plain ``nn.Parameter`` while ``optimizer.step`` runs.
 
-    torch reads attributes of a plain tensor fast, and fused kernels take it. It calls no hook after
-    a step that raised; so tensors are plain for as long as the arguments of that step exist.
+    torch reads attributes of a plain tensor fast, and fused kernels take it. It travels in the
+    step's keyword arguments because torch calls no hook when a step raises.
     """
 
     params: Sequence[nn.Parameter] = ()
@@ -104,8 +104,8 @@ class Shown(dict[str, Any]):
 
 
 def _show(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """After the last hook of a user's before the step: the optimizer's own code runs next."""
-    if not isinstance(kwargs, Shown):
+    """Show plain parameters after the user's last hook: the optimizer's code runs next."""
+    if not isinstance(kwargs, PlainClassDuringStep):
         return None
     kwargs.show(kwargs.params)
     if is_blockwise(optimizer):
@@ -116,8 +116,8 @@ def _show(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _hide(_optimizer: Optimizer, _args: Any, kwargs: dict[str, Any]) -> None:
-    """Before the first hook of a user's after the step."""
-    if isinstance(kwargs, Shown):
+    """Show shards again before the user's first hook after the step."""
+    if isinstance(kwargs, PlainClassDuringStep):
         kwargs.hide()
 
 
@@ -152,51 +152,50 @@ class _Params:
 class OptimizerHooks:
     """Watches the optimizers that step on one sharded model.
 
-    torch keeps the hooks for ever, so nothing here keeps the model alive, or the comm.
+    An optimizer keeps its hooks, so nothing here keeps the model alive, or the comm.
+
+    torch has one hook for all models: it iterates over its hooks while other threads shard theirs.
 
     Args:
         params: the model's parameters.
-        before_step: a method, held weakly, called before each step of an optimizer that holds any.
+        before_update: a method, held weakly, called before an optimizer that holds any steps.
         between_steps: a method, held weakly, that gives the model's buckets, or raises while a
             step is under way.
         comm: the ranks.
     """
 
+    _of_models: ClassVar[list[weakref.ref[OptimizerHooks]]] = []
+
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        before_step: Callable[[], None],
+        before_update: Callable[[], None],
         between_steps: Callable[[str], Sequence[Bucket]],
         comm: Comm,
     ) -> None:
         self._between_steps = weakref.WeakMethod(between_steps)
         self._comm, self._warns = weakref.proxy(comm), comm.size > 1 and comm.rank == 0
         self._own_ids = {id(param) for param in params}
-        self._before_step = weakref.WeakMethod(before_step)
+        self._before_update = weakref.WeakMethod(before_update)
         #: In order of their first step.
         self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._admitted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._params: weakref.WeakKeyDictionary[Optimizer, _Params] = weakref.WeakKeyDictionary()
-        self._handles = [register_optimizer_step_pre_hook(self._before)]
-        self._sweep()
+        self._handles: list[RemovableHandle] = []
+        self._of_models.append(weakref.ref(self, self._of_models.remove))
 
     def close(self) -> None:
         """Remove all hooks."""
+        self._of_models.remove(weakref.ref(self))
         for handle in self._handles:
             handle.remove()
 
-    def _sweep(self) -> None:
-        """Remove the hooks of models that are gone.
-
-        Not when a model is deleted: that may be while torch iterates over these hooks.
-        """
-        for handle in self._handles:
-            hooks = hooks_behind(handle)
-            # Copied at once, as a dict: ranks that are threads come and go meanwhile.
-            for key, hook in dict.copy(hooks).items():
-                owner = getattr(hook, "__self__", None)
-                if isinstance(owner, OptimizerHooks) and owner._before_step() is None:
-                    hooks.pop(key, None)
+    @staticmethod
+    def _before_any(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        for reference in tuple(OptimizerHooks._of_models):
+            if hooks := reference():
+                args, kwargs = hooks._before(optimizer, args, kwargs) or (args, kwargs)
+        return args, kwargs
 
     def uncut(self, buckets: Iterable[Bucket]) -> None:
         """Make the state of the optimizers that stepped here whole. A collective."""
@@ -208,7 +207,7 @@ class OptimizerHooks:
                     optimizer.state[param].update(whole)
 
     def _make_whole(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
-        """What ``optimizer.state_dict()`` gives: whole tensors on CPU, as the model's does.
+        """Make ``optimizer.state_dict()`` whole tensors on CPU, as the model's are.
 
         Rank 0 may then save it for all, and each rank that loads it keeps its part. A collective.
         """
@@ -230,19 +229,17 @@ class OptimizerHooks:
         return {**given, "state": state}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        before_step = self._before_step()
-        if before_step is None:
+        if not (before_update := self._before_update()):
             return None
-        params = self._params_of(optimizer)
-        if params:
-            before_step()
+        if params := self._params_of(optimizer):
+            before_update()
             self.admit(optimizer)
         if self._warns and self._known:  # the model is trained
             self._warn_of_plain(optimizer)
         if not params:
             return None
         # Another model's hook may have made it.
-        shown = kwargs if isinstance(kwargs, Shown) else Shown(kwargs)
+        shown = kwargs if isinstance(kwargs, PlainClassDuringStep) else PlainClassDuringStep(kwargs)
         shown.params = [*shown.params, *params]
         _hook_around(optimizer)
         return args, shown
@@ -300,13 +297,24 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
     """Is the ``step`` of this class known to update each element by itself, or vouched for?
 
     A subclass that has a ``step`` of its own is not known, whatever it inherits: LARS is an SGD.
+    Nor is one with its own helper of that ``step``, such as torch's ``_init_group``.
     """
     for base in (base for base in kind.__mro__ if issubclass(base, Optimizer)):
         if base in _ELEMENTWISE or "elementwise" in vars(base):
-            # torch wraps the ``step`` of each class when the first instance is made.
-            inherited = inspect.unwrap(kind.step) is inspect.unwrap(base.step)
-            return inherited and bool(vars(base).get("elementwise", True))
+            return not own_steps(kind, base) and bool(vars(base).get("elementwise", True))
     return False
+
+
+def own_steps(kind: type[Optimizer], base: type[Optimizer]) -> list[str]:
+    """The methods of a step that ``kind`` has of its own, and not from ``base``."""
+    private = (name for name in dir(base) if name[:1] == "_" != name[1:2])
+    names = ["step", *(name for name in private if inspect.isfunction(getattr(base, name)))]
+    # torch wraps the ``step`` of each class when the first instance is made.
+    return [n for n in names if _unwrapped(kind, n) is not _unwrapped(base, n)]
+
+
+def _unwrapped(kind: type[Optimizer], name: str) -> object:
+    return inspect.unwrap(getattr(kind, name))
 
 
 def _to_host(whole: Tensor) -> Tensor:
@@ -340,14 +348,15 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
 
 
 def _not_elementwise(kind: type[Optimizer], split: Sequence[Sharding], held: int) -> str:
-    """Why it cannot step on the parameters in ``split``, of the ``held`` ones."""
+    """Say why it cannot step on the parameters in ``split``, of the ``held`` ones."""
     example, name = split[0], kind.__name__
     if name in _REASONS:
         advice = f"{_REASONS[name]}, so on shards it would be silently wrong"
     else:
         advice = "it is not known to update each element by itself"
-        if base := next((base for base in kind.__mro__ if base in _ELEMENTWISE), None):
-            advice += f", since it has a step() of its own and not that of {base.__name__}"
+        base = next((base for base in kind.__mro__ if base in _ELEMENTWISE), kind)
+        for own in own_steps(kind, base)[:1]:
+            advice += f", since it has a {own}() of its own and not that of {base.__name__}"
         advice += (
             ". If it does, and takes no norm or other sum over a parameter, say so: "
             f"`{name}.elementwise = True`"
@@ -360,4 +369,5 @@ def _not_elementwise(kind: type[Optimizer], split: Sequence[Sharding], held: int
     )
 
 
-skip_in_dynamo(OptimizerHooks._before, _show, _hide)
+skip_in_dynamo(OptimizerHooks._before_any, _show, _hide)
+register_optimizer_step_pre_hook(OptimizerHooks._before_any)
