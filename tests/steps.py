@@ -16,8 +16,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.memory.sharding import sharding_of
 from shardwise.plan.schedule.events import Event, Op
-from shardwise.plan.sharding import sharding_of
 from tests.copies import local
 from tests.nets import Batch, loss
 from tests.parity.plain import Gradients, mean_in_rank_order

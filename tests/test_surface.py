@@ -65,6 +65,7 @@ NEVER = {  # beside the floors
     "checkpoint": {"recipe"},
     "convert": {"recipe", "dialects", "setup"},
 }
+NUMBERS_OF_COMM = {"codec", "grid", "machine", "reduction"}  # the rest of it has peers
 MAY_IMPORT_TORCH_DISTRIBUTED = {
     *("comm", "launch", "integrations", "convert/dcp_export", "runtime/other_engines"),
 }
@@ -215,6 +216,14 @@ def torch_where_none_belongs(source: Source) -> list[str]:
     return [f"{source.name} imports {name}" for name in sorted(torch)]
 
 
+def peers_of_a_plan(source: Source) -> list[str]:
+    """A plan is of ranks that need not exist: it knows their numbers, and no communicator."""
+    of_comm = {name for name in source.imports if name.startswith("shardwise.comm.")}
+    known = {name for name in of_comm if name.split(".")[2] in NUMBERS_OF_COMM}
+    found = of_comm - known if source.within == "plan" else set()
+    return [f"{source.name} imports {name}" for name in sorted(found)]
+
+
 def torch_distributed(source: Source) -> list[str]:
     """By import in any spelling, and by reaching through ``torch.distributed``."""
     if under(source.name, MAY_IMPORT_TORCH_DISTRIBUTED):
@@ -350,6 +359,7 @@ BROKEN: dict[Callable[[Source], list[str]], list[Source]] = {
         Source("comm/mesh", "from shardwise.config.placement import Placement"),
         Source("somewhere/new", ""),
     ],
+    peers_of_a_plan: [Source("plan/spec", "from shardwise.comm.protocol import Comm")],
     torch_where_none_belongs: [Source("plan/schedule/events", "from torch import Tensor")],
     private_names_of_torch: [
         Source("hooks", "torch._C._current_graph_task_id()"),

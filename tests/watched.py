@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Comm, Label, OnReceived, Pending, Sizes
-from shardwise.comm.transports.fake import FakeComm
+from tests.fake import FakeComm
 
 
 class Watched(Comm):

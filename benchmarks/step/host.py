@@ -24,7 +24,7 @@ from benchmarks.harness.report import Cell, Column, Table
 from benchmarks.harness.workers import Worker, on_ranks
 from benchmarks.step.engines import ADAMW
 from shardwise.comm.protocol import Completed, Label, OnReceived, Pending
-from shardwise.comm.transports.fake import FakeComm
+from tests.fake import FakeComm
 
 WORLD = 8
 UNITS = 8

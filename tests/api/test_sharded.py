@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.plan.sharding import Sharding, sharding_of
+from shardwise.memory.sharding import Sharding, sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Batch, Block, Net, Table

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
+from shardwise.comm.grid import Grid, Shape, shape_of
 from shardwise.comm.machine.connect import over
-from shardwise.comm.mesh import Mesh, Shape, gather_rows, shape_of
+from shardwise.comm.mesh import Mesh, gather_rows
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.transports import shared_memory as shared_memory_module
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.fake import FakeComm
 from tests.nets import loss, tied_decoder, tied_decoder_batch
 from tests.ranks import gloo_group, outcomes_of, run_hosts, run_threads
 
@@ -127,6 +128,16 @@ def test_a_rank_without_peers_has_a_place_in_its_grid() -> None:
 def test_what_is_not_split_is_replicated_over_all_ranks_of_the_grid() -> None:
     mesh = Mesh.of(FakeComm(1, 6), splits=False, shape=Shape(2, 3))
     assert (mesh.shard.size, mesh.replicate.size) == (1, 6)
+
+
+@pytest.mark.parametrize("shape", [None, Shape(1, 6), Shape(2, 3), Shape(6, 1)])
+@pytest.mark.parametrize("splits", [True, False])
+def test_its_grid_is_the_one_that_is_drawn_without_it(splits: bool, shape: Shape | None) -> None:
+    for rank in range(6):
+        mesh = Mesh.of(FakeComm(rank, 6), splits, shape)
+        assert mesh.grid == Grid.of(rank, 6, splits, shape)
+        mesh.shard.memory.shared = True
+        assert [axis.shared for axis in mesh.grid] == [True, mesh.replicate is mesh.shard]
 
 
 @pytest.mark.parametrize(

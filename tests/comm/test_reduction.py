@@ -11,9 +11,9 @@ from torch import Tensor
 from shardwise.comm.codec import Codec
 from shardwise.comm.protocol import Label, Pending
 from shardwise.comm.reduction import Reduction, _sum_decoded, sum_in_rank_order
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from tests.comm.transports.test_backend import Named
+from tests.fake import FakeComm
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

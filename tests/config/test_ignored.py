@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.config.ignored import Ignored, ignored_params
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests.copies import clones, on_ranks, said, seeded
 from tests.nets import numbers
 from tests.parity.plain import mean_in_rank_order

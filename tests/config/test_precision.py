@@ -15,7 +15,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
 from shardwise.comm.transports.local import LocalComm
 from shardwise.config.precision import Dtypes, Precision
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests.copies import local
 from tests.nets import decoder, decoder_batch, loss, mostly_frozen, numbers
 from tests.parity.plain import mean_in_rank_order

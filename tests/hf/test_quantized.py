@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.hf.adapters import save_adapter
 from shardwise.hf.preparation import check_compute, prepare, quantized_layers
 from shardwise.hf.quantized import adopt, quantize, quantize_codes, share_scales
@@ -25,6 +24,7 @@ from shardwise.memory.shard_tensor.adapter_order import ORDER
 from shardwise.plan.bytes import table_of
 from shardwise.plan.draw import draw
 from tests.copies import clones, equal, said, seeded
+from tests.fake import FakeComm
 from tests.hf.quantising import ONE_AT_A_TIME, quantising_one_at_a_time
 from tests.nets import tokens
 from tests.ranks import run_threads

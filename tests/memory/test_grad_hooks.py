@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.memory.grad_hooks import is_handed_out
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests.copies import assert_near, local
 from tests.nets import Batch, decoder, decoder_batch, loss
 from tests.parity.plain import put_gradients

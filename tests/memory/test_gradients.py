@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.memory.gradients import Gradients
 from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests.copies import assert_near, local
+from tests.fake import FakeComm
 from tests.nets import (
     NETS,
     Batch,

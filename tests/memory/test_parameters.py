@@ -19,13 +19,13 @@ from torch.autograd.graph import get_gradient_edge
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.config.placement import Placement
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.plan.schedule.events import Event, Op
 from tests.copies import local
+from tests.fake import FakeComm
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, assert_at_rest, play, train
@@ -686,7 +686,7 @@ def test_values_put_in_before_they_are_sent_are_sent_once(how: str) -> None:
     model = nn.Linear(4, 8, bias=False)
     model.weight = Own(torch.ones(8, 4))
     [bucket] = sw.shard(model, comm=FakeComm(0, 4), **options).buckets
-    host, calls = bucket.spec.host, bucket.spec.replicate.counters.calls
+    host, calls = bucket.host, bucket.mesh.replicate.counters.calls
     before = host.copied["load"]
     calls.clear()
     model.weight.data = torch.full_like(model.weight.data, 2.0)
@@ -752,13 +752,13 @@ def test_pieces_that_copies_have_written_are_joined_once_before_they_are_gathere
             before = bucket.copied
             bucket.shard.fill_(10 * step + comm.rank)
             bucket.expire()
-            bucket.spec.replicate.counters.reset()
+            bucket.mesh.replicate.counters.reset()
             for _ in range(2):
                 bucket.ready()
                 expected = torch.tensor([0, 2, 1, 3]).repeat_interleave(bucket.shard.numel())
                 assert torch.equal(bucket.full, (10 * step + expected).to(bucket.full.dtype))
                 bucket.free()
-            assert bucket.spec.replicate.counters.calls == {"update": 1}
+            assert bucket.mesh.replicate.counters.calls == {"update": 1}
             assert bucket.copied - before == casts + moves
             whole = torch.cat([value.flatten() for value in bucket.whole()])
             assert torch.equal(whole, (10 * step + expected).float())

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.fake import FakeComm
 from tests.steps import STRATEGIES, averaged, train
 
 optim = pytest.importorskip("bitsandbytes").optim

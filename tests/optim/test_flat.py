@@ -22,13 +22,13 @@ from torch.optim import Optimizer, lr_scheduler
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.optim import fused
 from shardwise.optim.flat_state import FlatGradient, FlatState
 from shardwise.torch_internals import fused_adamw_
 from tests import nets
 from tests.copies import assert_near, clones, equal, local, on_ranks, said
+from tests.fake import FakeComm
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
 

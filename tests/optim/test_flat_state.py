@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
+from shardwise.memory.sharding import sharding_of
 from shardwise.optim.flat_state import STEP, FlatGradient, FlatState
-from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import local, on_ranks, said
 from tests.nets import NETS, Net

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests import nets
 from tests.copies import assert_near, clones, equal, local, on_ranks, said, seeded
 from tests.nets import Net

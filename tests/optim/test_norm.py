@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
+from shardwise.memory.sharding import sharding_of
 from shardwise.optim.norm import norm_of
-from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import assert_near, local, on_ranks, said, seeded
+from tests.fake import FakeComm
 from tests.nets import NETS, Net
 from tests.parity.plain import put_gradients
 from tests.steps import STRATEGIES, assert_gradients, averaged, train

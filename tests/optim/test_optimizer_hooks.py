@@ -19,14 +19,14 @@ from torch.optim import Optimizer, lr_scheduler
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
+from shardwise.memory.sharding import sharding_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
-from shardwise.plan.sharding import sharding_of
 from tests import nets
 from tests.copies import assert_near, clones, equal, on_ranks, said, seeded
+from tests.fake import FakeComm
 from tests.nets import Net
 from tests.parity.plain import Recipe, one_by_one
 from tests.parity.sharded import How, assert_equal, on_threads

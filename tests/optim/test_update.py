@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.optim.flat_state import STEP, FlatState
 from shardwise.optim.update import Key, Update, decide, runs
 from tests import nets
+from tests.fake import FakeComm
 
 NAMES = [(STEP, "moment"), ()]
 OLD, NEW, OTHER, OLDER = Key(0, False, 3), Key(0, True, 0), Key(1, False, 3), Key(0, False, 4)

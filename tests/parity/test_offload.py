@@ -44,7 +44,7 @@ def flat_adamw(sharded: sw.Sharded) -> torch.optim.Optimizer:
 
 
 def host_of(sharded: sw.Sharded) -> HostMemory:
-    return sharded.buckets[0].spec.host
+    return sharded.buckets[0].host
 
 
 def shard_nbytes(sharded: sw.Sharded) -> int:

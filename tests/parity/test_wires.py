@@ -37,9 +37,7 @@ def trained(comm: Comm, model: nn.Module, strategy: str, precision: sw.Precision
         mesh=(2, 2) if strategy in HYBRIDS else None,
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    axes = {
-        comm for bucket in sharded.buckets for comm in (bucket.spec.shard, bucket.spec.replicate)
-    }
+    axes = {comm for bucket in sharded.buckets for comm in bucket.mesh}
     losses, recorder = [], Recorder(sharded)
     batches = [nets.decoder_batch(10 * part + comm.rank, 4) for part in range(2)]
     for _ in range(6):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.plan.bytes import OPTIMIZERS, Kept, table_of
+from tests.fake import FakeComm
 from tests.nets import NETS, Net, loss
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES
@@ -99,7 +99,7 @@ def test_what_is_in_host_memory_is_counted_apart(strategy: str, offload: Any) ->
     mesh = (2, 2) if strategy == "hybrid_full" else None
     sharded = sw.shard(model, strategy, comm=FakeComm(2, 4), mesh=mesh, offload=offload)
     model(torch.ones(2, 64)).sum().backward()
-    host, staged = sharded.buckets[0].spec.host, [b for b in sharded.buckets if b.spec.staged]
+    host, staged = sharded.buckets[0].host, [b for b in sharded.buckets if b.spec.staged]
     assert sgd.in_host == host.nbytes > plain.in_host == 0
     kept = {b._sent.joined.untyped_storage() for b in staged}
     own = sum(b.shard.nbytes for b in staged if not b.spec.in_host and b.spec.splits_copies)

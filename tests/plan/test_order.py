@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.order import guess, mirror, rehearse
 from shardwise.plan.schedule.events import Cue, Op, Order, Phase
 from shardwise.plan.units.units import choose_units
+from tests.fake import FakeComm
 from tests.nets import NETS, Batch, Net, decoder, encoder_decoder, numbers, tied_decoder
 from tests.ranks import run_threads
 from tests.steps import Recorder, train
@@ -97,7 +97,7 @@ VALUE_FREE = [net for net in NETS if str(net) != "unused_expert"]
 @pytest.mark.parametrize("net", VALUE_FREE, ids=str)
 def test_a_rehearsal_sees_the_forward_order_of_a_real_step(net: Net) -> None:
     model, batch = net.build(), net.batch(0, 2)
-    rehearsed = rehearse(model, unit_names(model), batch[:-1], {})
+    rehearsed = rehearse(model, choose_units(model), batch[:-1], {})
     assert rehearsed.forward == recorded(model, batch).forward
 
 
@@ -105,7 +105,7 @@ def test_a_rehearsal_sees_the_forward_order_of_a_real_step(net: Net) -> None:
 def test_a_rehearsal_leaves_every_value_where_it_was(net: Net) -> None:
     model = net.build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    rehearse(model, unit_names(model), net.batch(0, 2)[:-1], {})
+    rehearse(model, choose_units(model), net.batch(0, 2)[:-1], {})
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -113,7 +113,7 @@ def test_a_rehearsal_leaves_every_value_where_it_was(net: Net) -> None:
 def test_and_its_mirror_is_the_backward_order_of_a_real_step(build: Any) -> None:
     [net] = [net for net in NETS if net.build is build]
     model, batch = build(), net.batch(0, 2)
-    rehearsed = rehearse(model, unit_names(model), batch[:-1], {})
+    rehearsed = rehearse(model, choose_units(model), batch[:-1], {})
     assert read(rehearsed.backward) == read(recorded(model, batch).backward)
 
 
@@ -211,7 +211,7 @@ def test_a_model_larger_than_memory_can_be_rehearsed() -> None:
     """A trillion parameters: 4 TB."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(500_000, 500_000, bias=False) for _ in range(4)])
-    order = rehearse(model, unit_names(model), (torch.empty(1, 500_000, device="meta"),), {})
+    order = rehearse(model, choose_units(model), (torch.empty(1, 500_000, device="meta"),), {})
     assert read(order.forward) == "(0 ) (1 ) (2 ) (3 )"
 
 
@@ -238,11 +238,11 @@ def test_after_a_rehearsal_that_stopped_nothing_listens_any_more() -> None:
     model = Looking()
     before = [len(module._forward_pre_hooks) for module in model.modules()]
     with pytest.raises(sw.ShardwiseError):
-        rehearse(model, unit_names(model), (numbers(0, (2, 4)),), {})
+        rehearse(model, choose_units(model), (numbers(0, (2, 4)),), {})
     assert [len(module._forward_pre_hooks) for module in model.modules()] == before
 
 
 def test_a_mistake_of_the_caller_is_not_taken_for_a_look_at_values() -> None:
     model = decoder()
     with pytest.raises(TypeError, match="forward"):
-        rehearse(model, unit_names(model), (), {})
+        rehearse(model, choose_units(model), (), {})

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.printed import size
 from shardwise.plan.schedule.events import Op
+from tests.fake import FakeComm
 from tests.nets import NETS, Net, decoder, decoder_batch, mostly_frozen
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, train

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.host_memory import HostMemory
-from shardwise.comm.mesh import Mesh
+from shardwise.comm.grid import Grid
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.config.options import Options
 from shardwise.config.strategies import placement_of
 from shardwise.plan.residency import with_residency
@@ -114,10 +112,10 @@ def resident(budget: int, precision: sw.Precision = sw.Precision()) -> set[str]:
     """The units that stay: linear layers of 64, 128, 256, 512 float32; the first two are frozen."""
     model = nn.Sequential(*(nn.Linear(8, 8 << size, bias=False) for size in range(4)))
     model[:2].requires_grad_(requires_grad=False)
-    placement, comm = placement_of("full_shard"), FakeComm(0, 2)
-    host, options = HostMemory(comm.device), Options(precision=precision)
+    placement, options = placement_of("full_shard"), Options(precision=precision)
+    grid = Grid.of(0, 2, placement.splits)
     specs = {
-        unit.name: specs_of(unit, options, Mesh.of(comm, placement.splits), placement, host)
+        unit.name: specs_of(unit, options, grid, placement, 64)
         for unit in choose_units(model, sw.wrap.by_class(nn.Linear))
     }
     chosen = with_residency(specs, budget)

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.host_memory import HostMemory
-from shardwise.comm.mesh import Mesh
-from shardwise.comm.transports.fake import FakeComm
+from shardwise.comm.grid import Axis, Grid, Shape
 from shardwise.config.options import Options
 from shardwise.config.placement import Placement
 from shardwise.config.prefetch import Prefetch
@@ -37,7 +35,7 @@ DDP = placement_of("no_shard")
 PIECES = placement_of("hybrid_full")
 
 
-HOST = HostMemory(torch.device("cpu"))
+ALIGNMENT = 64  # of a CPU
 
 
 def specs(
@@ -47,9 +45,9 @@ def specs(
     placement: Placement = FULL,
     options: Options = Options(),  # noqa: B008 - frozen
 ) -> list[BucketSpec]:
-    mesh = Mesh.of(FakeComm(rank, world), placement.splits)
+    grid = Grid.of(rank, world, placement.splits)
     units = choose_units(model)
-    return [spec for unit in units for spec in specs_of(unit, options, mesh, placement, HOST)]
+    return [spec for unit in units for spec in specs_of(unit, options, grid, placement, ALIGNMENT)]
 
 
 # ---- who shares a buffer -------------------------------------------------------------------------
@@ -73,10 +71,11 @@ def test_one_bucket_holds_one_combination_of_dtypes_and_trainability() -> None:
     assert len([spec for spec in specs(model) if spec.unit == "blocks.0"]) == 3
 
 
-def test_a_collective_names_its_unit_also_where_that_is_the_whole_model() -> None:
-    assert {str(spec.label("gather")) for spec in specs(nn.Linear(3, 3))} == {"gather (root)"}
-    labels = {str(spec.label("reduce")) for spec in specs(nn.Sequential(decoder(), decoder()))}
-    assert all(label.split(" ")[1] for label in labels)
+def test_a_bucket_is_called_by_its_unit_also_where_that_is_the_whole_model() -> None:
+    assert {spec.title for spec in specs(nn.Linear(3, 3))} == {"(root)"}
+    titles = {spec.title for spec in specs(nn.Sequential(decoder(), decoder()))}
+    assert all(titles)
+    assert "(root)" not in titles
 
 
 def test_bucketing_by_layer_and_by_parameter_splits_units_further() -> None:
@@ -111,29 +110,19 @@ def test_the_ranks_parts_joined_are_the_whole_parameters(net: Net, world: int) -
         for index, whole in enumerate(ranks[0].full_views(full)):
             parts = [rest[index].flatten() for rest in rests]
             assert torch.equal(torch.cat(parts), whole.flatten())
-            for spec, rest in zip(ranks, rests, strict=True):
-                sharding = spec.sharding(index)
-                assert sharding.shape == whole.shape
-                assert torch.equal(sharding.cut(whole, rest[index].shape), rest[index])
 
 
-def test_under_no_shard_each_rank_holds_all_of_it_and_says_replicated() -> None:
+def test_under_no_shard_each_rank_holds_all_of_it() -> None:
     for spec in specs(decoder(), 1, 3, DDP):
         assert spec.allocation.whole
         full = torch.arange(float(spec.layout.numel))
-        for index, (whole, rest) in enumerate(
-            zip(spec.full_views(full), spec.rest_views(full), strict=True)
-        ):
+        for whole, rest in zip(spec.full_views(full), spec.rest_views(full), strict=True):
             assert torch.equal(whole, rest)
-            sharding = spec.sharding(index)
-            assert (sharding.start, sharding.stop) == (0, whole.numel())
-            assert sharding.placement == "replicated"
 
 
-def test_one_rank_alone_is_whole_at_rest_and_still_fully_sharded() -> None:
+def test_one_rank_alone_is_whole_at_rest() -> None:
     for spec in specs(decoder()):
         assert spec.allocation.whole
-        assert spec.sharding(0).placement == "fully_sharded"
     assert not any(spec.allocation.whole for spec in specs(decoder(), 0, 2))
 
 
@@ -151,9 +140,9 @@ def test_slots_start_aligned_for_the_narrowest_dtype_that_lies_there() -> None:
 @pytest.mark.parametrize("column", [0, 1])
 def test_the_copies_of_a_shard_sum_one_piece_of_it_each(column: int) -> None:
     """Of six ranks in three rows, two of which share a row: the ranks below each other."""
-    mesh = Mesh(FakeComm(column, 2), FakeComm(0, 3))
+    grid = Grid.of(column, 6, splits=True, shape=Shape(3, 2))
     for unit in choose_units(decoder()):
-        for spec in specs_of(unit, Options(), mesh, FULL, HOST):
+        for spec in specs_of(unit, Options(), grid, FULL, ALIGNMENT):
             assert spec.piece_numel == spec.layout.shard_numel // 3
             for piece in range(3):
                 first = piece * spec.piece_numel
@@ -164,13 +153,12 @@ def test_the_copies_of_a_shard_sum_one_piece_of_it_each(column: int) -> None:
 def test_the_copies_of_a_shard_may_hold_a_piece_of_it_each() -> None:
     """Three rows of two ranks: column 0 holds the first three of six pieces, from the top down."""
     for row, column in itertools.product(range(3), range(2)):
-        mesh = Mesh(FakeComm(column, 2), FakeComm(row, 3))
+        grid = Grid.of(2 * row + column, 6, splits=True, shape=Shape(3, 2))
         for unit in choose_units(decoder()):
-            for spec in specs_of(unit, Options(), mesh, PIECES, HOST):
+            for spec in specs_of(unit, Options(), grid, PIECES, ALIGNMENT):
                 size, position = spec.layout.shard_numel, 3 * column + row
                 assert spec.layout.numel == 6 * size
                 assert (spec.position, spec.rank, spec.copies) == (position, 2 * row + column, 1)
-                assert spec.axes == (mesh.replicate, mesh.shard)
                 assert (spec.summed_by(0), spec.summed_by(size - 1)) == (spec.rank, spec.rank)
                 full = torch.arange(6 * size)
                 own = full[position * size : (position + 1) * size]
@@ -181,20 +169,20 @@ def test_the_copies_of_a_shard_may_hold_a_piece_of_it_each() -> None:
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_shard_of_which_there_is_one_copy_is_in_one_piece(copies: int) -> None:
-    mesh = Mesh(FakeComm(0, 2), FakeComm(0, copies))
-    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, PIECES, HOST)
+    grid = Grid.of(0, 2 * copies, splits=True, shape=Shape(copies, 2))
+    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), grid, PIECES, ALIGNMENT)
     assert spec.splits_copies is (copies == 2)
 
 
 def test_gradients_are_divided_before_the_first_axis_and_after_the_last() -> None:
-    mesh = Mesh(FakeComm(0, 2), FakeComm(0, 3))
-    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), mesh, FULL, HOST)
+    grid = Grid.of(0, 6, splits=True, shape=Shape(3, 2))
+    [spec, *_] = specs_of(choose_units(decoder())[0], Options(), grid, FULL, ALIGNMENT)
     spec = replace(spec, reduction=replace(spec.reduction, before=2.0, after=3.0))
     (rows, first), (columns, last) = spec.averages
-    assert (rows, columns) == (mesh.shard, mesh.replicate)
+    assert (rows, columns) == (grid.shard, grid.replicate)
     assert [(r.before, r.after) for r in (first, last)] == [(2.0, 1.0), (1.0, 3.0)]
-    one_axis = replace(spec, replicate=FakeComm(0, 1))
-    assert one_axis.averages == [(mesh.shard, spec.reduction)]
+    one_axis = replace(spec, replicate=Axis(1, 0, 1))
+    assert one_axis.averages == [(grid.shard, spec.reduction)]
 
 
 BF16 = Options(precision=sw.Precision(param_dtype=torch.bfloat16))
@@ -223,12 +211,6 @@ def test_where_the_memory_of_a_bucket_lies(name: str) -> None:
         assert spec.allocation == Allocation(False, *expected)
 
 
-def sharing(rank: int, world: int) -> FakeComm:
-    comm = FakeComm(rank, world)
-    comm.memory.shared = True
-    return comm
-
-
 @pytest.mark.parametrize(
     ("placement", "options", "expected"),
     [
@@ -241,10 +223,11 @@ def sharing(rank: int, world: int) -> FakeComm:
 def test_a_bucket_that_ranks_map_lasts(
     placement: Placement, options: Options, expected: tuple[bool, ...]
 ) -> None:
-    mesh = Mesh.of(sharing(0, 2), placement.splits)
+    shard, replicate = Grid.of(0, 2, placement.splits)
+    grid = Grid(shard._replace(shared=True), replicate)
     for unit in choose_units(decoder()):
-        for spec in specs_of(unit, options, mesh, placement, HOST):
-            assert spec.allocation == Allocation(mesh.shard.memory.shared, *expected)
+        for spec in specs_of(unit, options, grid, placement, ALIGNMENT):
+            assert spec.allocation == Allocation(True, *expected)
             assert spec.gather_sent == 0
 
 
@@ -284,8 +267,8 @@ STAGED: dict[str, tuple[Placement, Options, torch.dtype | None]] = {
 def test_what_is_sent_is_kept_beside_the_full_bucket(name: str) -> None:
     placement, options, dtype = STAGED[name]
     copies = 2 if placement.hybrid else 1
-    mesh = Mesh(FakeComm(0, 2), FakeComm(0, copies))
-    for spec in specs_of(choose_units(decoder())[0], options, mesh, placement, HOST):
+    grid = Grid.of(0, 2 * copies, splits=True, shape=Shape(copies, 2))
+    for spec in specs_of(choose_units(decoder())[0], options, grid, placement, ALIGNMENT):
         assert spec.staged is dtype
 
 
@@ -301,10 +284,10 @@ def test_an_optimizers_blocks_are_atoms_of_what_it_steps() -> None:
 @pytest.mark.parametrize("placement", [FULL, PIECES], ids=["copies", "pieces"])
 def test_bytes_of_a_grid_of_three_rows_of_two_ranks(placement: Placement) -> None:
     """The shards of a row are sent to one other rank, what rows have to two."""
-    mesh, joins = Mesh(FakeComm(1, 2), FakeComm(2, 3)), placement is PIECES
+    grid, joins = Grid.of(5, 6, splits=True, shape=Shape(3, 2)), placement is PIECES
     options = replace(BF16, offload="everything")
     for unit in choose_units(mostly_frozen()):
-        found = specs_of(unit, options, mesh, placement, HOST)
+        found = specs_of(unit, options, grid, placement, ALIGNMENT)
         trained = [spec for spec in found if spec.trainable]
         every = sum(spec.layout.numel for spec in found)
         some = sum(spec.layout.numel for spec in trained)
@@ -336,8 +319,9 @@ def test_what_is_kept_is_sent_once() -> None:
 
 def test_the_policy_says_what_some_bucket_of_a_unit_needs() -> None:
     def of(placement: Placement, options: Options) -> list[bool]:
-        mesh = Mesh(FakeComm(0, 2), FakeComm(0, 2 if placement.hybrid else 1))
-        found = specs_of(choose_units(decoder())[0], options, mesh, placement, HOST)
+        copies = 2 if placement.hybrid else 1
+        grid = Grid.of(0, 2 * copies, splits=True, shape=Shape(copies, 2))
+        found = specs_of(choose_units(decoder())[0], options, grid, placement, ALIGNMENT)
         policy = policy_of(found, Prefetch())
         assert policy.placements == {found[0].unit: placement}
         every = (policy.joins, policy.loads, policy.reloads)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests.copies import clones, equal, said, seeded
 from tests.nets import Table
 from tests.rivals.twins import (

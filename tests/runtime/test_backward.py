@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from tests.copies import said
+from tests.fake import FakeComm
 from tests.nets import Batch
 from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES, Step, assert_at_rest, averaged, play

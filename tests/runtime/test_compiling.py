@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
+from tests.fake import FakeComm
 from tests.nets import numbers
 from tests.ranks import run_sharing, run_threads
 

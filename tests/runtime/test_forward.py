@@ -20,10 +20,10 @@ from transformers.utils.generic import ModelOutput
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.schedule.events import Op, Phase
 from tests.copies import said
+from tests.fake import FakeComm
 from tests.nets import Batch, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
 from tests.steps import (

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.plan.schedule.events import Op
+from tests.fake import FakeComm
 from tests.nets import Batch, Block, numbers
 from tests.ranks import run_threads
 from tests.steps import (

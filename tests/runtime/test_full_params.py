@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.nets import NETS, Net

@@ -19,9 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from tests.copies import clones, equal, said
+from tests.fake import FakeComm
 from tests.nets import decoder, decoder_batch
 from tests.steps import train
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm, Label
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.plan.schedule.events import Event, Mode, Op, Phase
 from tests.copies import assert_near, local
+from tests.fake import FakeComm
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_sharing, run_threads

@@ -6,10 +6,10 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.schedule.events import Op, UnitBytes
 from shardwise.runtime.unit import UnitState
+from tests.fake import FakeComm
 from tests.nets import mostly_frozen, mostly_frozen_batch
 from tests.steps import assert_at_rest, train
 from tests.watched import Late
@@ -89,7 +89,7 @@ def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
 def test_what_copies_have_written_to_a_unit_is_joined_once() -> None:
     sharded = sw.shard(mostly_frozen(), "hybrid_full", comm=FakeComm(0, 4), mesh=(2, 2))
     state = sharded.runtime.units["blocks.0"]
-    counters = state.buckets[0].spec.replicate.counters
+    counters = state.buckets[0].mesh.replicate.counters
     counters.reset()
     state.expire(steps_only=False)
     state.carry_out(Op.UPDATE)

@@ -40,7 +40,7 @@ def test_a_model_is_large_from_a_billion_parameters(
 ) -> None:
     blueprint = draw(nn.Linear(numel, 1, bias=False, device="meta"), "no_shard")
     with caplog.at_level(logging.WARNING, "shardwise"):
-        build.warn_of_copies(blueprint.specs, blueprint.world)
+        build.warn_of_copies(blueprint.specs, blueprint.grid.size)
     said = "no_shard holds all 1.0 billion parameters, their gradients and optimizer state on every"
     assert (said in caplog.text) is warns
 

@@ -15,10 +15,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.machine.accelerators import ROWS
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.setup import compiler
 from tests.copies import assert_near
+from tests.fake import FakeComm
 from tests.nets import decoder, decoder_batch, mostly_frozen, mostly_frozen_batch, tied_decoder
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, play, train

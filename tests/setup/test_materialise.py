@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm, Completed, Label, Pending
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.config.options import Init, default_init
 from shardwise.setup.materialise import sync
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
 from tests.devices import DEVICES
+from tests.fake import FakeComm
 from tests.nets import NETS, Decoder, Net
 from tests.parity.meta import built_on_meta, made_whole
 from tests.ranks import run_threads

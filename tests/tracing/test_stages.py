@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.errors import ScheduleError
 from tests.copies import assert_near
+from tests.fake import FakeComm
 from tests.nets import NETS, Net, decoder, decoder_batch
 from tests.ranks import run_processes, run_threads
 from tests.tracing.runs import Step, assert_equal, by_engine, by_programs, printed

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 
 __all__ = ["chunked_cross_entropy"]
 

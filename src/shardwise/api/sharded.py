@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from shardwise.checkpoint import api
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.optimizer_state import Given, Optimizers, as_optimizers
+from shardwise.comm.grid import Shape, shape_of
 from shardwise.comm.machine.environment import local_size
-from shardwise.comm.mesh import Shape, shape_of
+from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm, Label
 from shardwise.config.options import Options
 from shardwise.config.placement import Placement
@@ -68,20 +69,21 @@ class Sharded:
         self._background = Background()
         self._methods = ForwardMethods(self.model)
         self.shape = self._shape()
+        self._mesh = Mesh.of(self.comm, self.placement.splits, self.shape)
         self.loaded_token = ""  # of the last loaded checkpoint, which no save removes
         self._build()
         if self.wrap is None and self.comm.rank == 0 and self.comm.size > 1:
             warn_of_one_unit(self.model, self.units, self.placement)
 
     def _build(self) -> None:
-        given = (self.placement, self.shape, self.options)
-        self._blueprint = draw_on(self.comm, self.model, self.wrap, *given)
+        given = (self.model, self.wrap, self.placement, self.options)
+        self._blueprint = draw_on(self._mesh.grid, self.comm.device, *given)
         units, specs = self._blueprint.units, self._blueprint.specs
         self._forwards = Forwards(self.model, units, self.options, self.comm.device)
         if self.options.compile:
             self._say("the first step compiles %d units, which may take minutes", len(units))
         self.comm.agree(facts(self.model, self.placement, self.options, specs))
-        states = cut(self.model, units, specs, self.options, self.comm)
+        states = cut(self.model, units, specs, self.options, self.comm, self._mesh)
         self.buckets = tuple(bucket for state in states.values() for bucket in state.buckets)
         self._places = places_of(self.buckets)
         self.units = replace(
@@ -200,7 +202,7 @@ class Sharded:
         """Record the order of units in a forward pass on the meta device, before any real step."""
         self._check_idle("rehearse() was called")
         with self._detached():  # nothing is gathered, compiled or recomputed
-            rehearsed = order.rehearse(self.model, self.units.unit_names, args, kwargs)
+            rehearsed = order.rehearse(self.model, self.units, args, kwargs)
         for mode in ("train", "accumulate", "last"):
             self.runtime.schedules.set_order(mode, rehearsed)
         self.runtime.schedules.set_order("forward", Order(rehearsed.forward))

@@ -18,8 +18,8 @@ from shardwise.checkpoint.plan import Entry, Held
 from shardwise.checkpoint.safetensors_format import bytes_of, code_of
 from shardwise.checkpoint.wrappers import bare_names
 from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.layout.layout import Layout, Slot
-from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.plan.units.units import Member
 from shardwise.torch_internals import buffers_of, parameters_of
 
@@ -85,7 +85,7 @@ def param_shards(buckets: Iterable[Bucket], model: nn.Module) -> list[ParamShard
         spec = bucket.spec
         views, slots = spec.rest_views(bucket.shard), spec.slots
         for k in sorted(range(len(views)), key=lambda k: (slots[k].start, slots[k].stop)):
-            sharding = spec.sharding(k)
+            sharding = bucket.sharding(k)
             split = sharding if sharding.placement == "fully_sharded" else None
             held = _held(spec.layout, slots[k], spec.shard.size, spec.replicate.size)
             member = bare_member(spec.members[k], bare)

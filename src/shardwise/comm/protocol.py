@@ -1,6 +1,6 @@
 """The interface of a communicator: three collectives that move bytes, and a handle to wait on.
 
-gloo, NCCL, threads, one rank alone and a rank without peers are implementations beside this file.
+gloo, NCCL, threads and one rank alone are implementations beside this file.
 A Comm computes nothing: ``reduction`` sums what it exchanges. Calling ``torch.distributed`` would
 tie the engine to one process per rank and one global group; a Comm is passed in, so ranks can be
 threads and tests need no launcher.

@@ -33,8 +33,8 @@ from shardwise.hf.peft_files import config_text, on_meta, peft_names, stored_nam
 from shardwise.hf.preparation import quantized_layers
 from shardwise.hf.targets import Matches, match_targets
 from shardwise.memory.shard_tensor.adapter_order import ORDER
+from shardwise.memory.sharding import sharding_of
 from shardwise.plan.printed import size
-from shardwise.plan.sharding import sharding_of
 from shardwise.runtime.full_params import full_params
 from shardwise.setup.materialise import sync
 

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.config.precision import dtype_name
 from shardwise.errors import ConfigError
 from shardwise.memory.shard_tensor.adapter_order import ORDER, has_adapter
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 
 __all__ = [
     "Prepared",

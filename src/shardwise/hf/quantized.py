@@ -25,8 +25,8 @@ from shardwise.hf.preparation import (
     packed_elements,
     quantized_layers,
 )
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.printed import size
-from shardwise.plan.sharding import Sharding, sharding_of
 
 __all__ = ["Quantized", "Read", "adopt", "quantize", "quantize_codes", "report", "share_scales"]
 

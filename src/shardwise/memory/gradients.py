@@ -22,6 +22,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwise.comm.host_memory import HostMemory
+from shardwise.comm.mesh import Mesh
+from shardwise.comm.protocol import Label
 from shardwise.comm.reduction import PendingReduction
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, is_of_shard, put_grad
@@ -43,8 +46,9 @@ SMALL = 1 << 14  # elements: below this a copy costs less than the call that ask
 class Gradients:
     """The gradient side of a bucket: collect, reduce, settle, deliver."""
 
-    def __init__(self, spec: BucketSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: BucketSpec, mesh: Mesh, host: HostMemory) -> None:
+        self.spec, self._mesh, self._host = spec, mesh, host
+        self._averages = [(mesh[axis.number], reduction) for axis, reduction in spec.averages]
         self.copied = 0  # bytes
         self.full: Tensor | None = None  # [W * S] while gradients are collected or travel
         self.arrived: set[int] = set()  # those that lie in ``full``, or wait to be written there
@@ -62,7 +66,7 @@ class Gradients:
         self._reducing: PendingReduction | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._stored: Tensor | None = None  # the same, in host memory
-        self._label = spec.label("reduce")
+        self._label = Label("reduce", spec.title)
 
     @property
     def complete(self) -> bool:
@@ -212,7 +216,7 @@ class Gradients:
 
     def _open(self, dtype: torch.dtype) -> Tensor:
         spec = self.spec
-        self.full = full = spec.averages[0][0].memory.gradient(spec.layout.numel, dtype)
+        self.full = full = self._averages[0][0].memory.gradient(spec.layout.numel, dtype)
         with untracked_views():
             self._views = spec.full_views(full)
         return full
@@ -226,7 +230,7 @@ class Gradients:
             self._views[index].zero_()
         for start, stop in spec.full_views.gaps:
             full[start:stop].zero_()
-        comm, reduction = spec.averages[0]
+        comm, reduction = self._averages[0]
         self._reducing = reduction.start(full, comm, self._label)
         self.full = self._reducing.sent
 
@@ -242,8 +246,8 @@ class Gradients:
 
     def _over_copies(self, mean: Tensor) -> Tensor:
         """Average what the first axis gave over all ranks: ``[S]``, as it is stored."""
-        spec, copies = self.spec, self.spec.replicate
-        for comm, reduction in spec.averages[1:]:
+        spec, copies = self.spec, self._mesh.replicate
+        for comm, reduction in self._averages[1:]:
             _, mean, pending = reduction.start(mean, comm, self._label)
             pending.wait()
         mean = mean.to(spec.dtypes.stored)  # the same tensor where it is
@@ -251,17 +255,17 @@ class Gradients:
             return mean
         full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
         full.view(copies.size, -1)[copies.rank] = mean
-        copies.all_gather(full, spec.label("spread")).wait()
+        copies.all_gather(full, Label("spread", spec.title)).wait()
         return full
 
     def store(self) -> None:
         """Copy the mean to host memory and let it go here; ``deliver`` waits for the copy."""
         if self._result is None or not self.spec.in_host:
             return
-        stored = self.spec.host.store(self._result)
+        stored = self._host.store(self._result)
         self._result = None
         if self._stored is not None:  # a gradient came late
-            self.spec.host.wait()
+            self._host.wait()
             stored.add_(self._stored)
         self._stored = stored
 
@@ -274,7 +278,7 @@ class Gradients:
             at_rest: the parameters have the shapes of their shards.
         """
         if self._stored is not None:
-            self.spec.host.wait()
+            self._host.wait()
             self._result, self._stored = self._stored, None
         if self._result is not None:
             put = set_grad if at_rest else put_grad

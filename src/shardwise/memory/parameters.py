@@ -25,14 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.malloc import in_huge_pages
-from shardwise.comm.protocol import Pending
+from shardwise.comm.mesh import Mesh
+from shardwise.comm.protocol import Label, Pending
 from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.gradients import Gradients
 from shardwise.memory.sent import Sent
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.memory.shard_tensor.use_errors import written_by_all_ranks, wrong_replacement
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.views import addresses_of, shapes_of
 from shardwise.torch_internals import (
@@ -60,16 +62,16 @@ class State(Enum):
 class Bucket:
     """A bucket's memory: the shard, the full bucket, and which of them the parameters show."""
 
-    def __init__(self, spec: BucketSpec) -> None:
-        self.spec, self.allocation = spec, spec.allocation
+    def __init__(self, spec: BucketSpec, mesh: Mesh, host: HostMemory) -> None:
+        self.spec, self.allocation, self.mesh, self.host = spec, spec.allocation, mesh, host
         self.unit, self.layout, self.dtypes = spec.unit, spec.layout, spec.dtypes
         self.members, self.params, self.trainable = spec.members, spec.params, spec.trainable
-        self.gradients = Gradients(spec)
+        self.gradients = Gradients(spec, mesh, host)
         self.state = State.AT_REST
         self.copied = 0  # bytes that gathers copied or cast on this rank
         self._pending: Pending | None = None
-        self._label = spec.label("gather")
-        self._memory = spec.shard.memory
+        self._label = Label("gather", spec.title)
+        self._memory = mesh.shard.memory
         self._is_current = False  # does a kept full bucket hold what all shards hold now?
         self._allocate()
         ours = [param for param in self.params if type(param) in OUR_CLASSES]
@@ -107,7 +109,7 @@ class Bucket:
             self._storage = self.full.untyped_storage()
             self._writer = torch.empty(0, dtype=dtype, device=self.full.device)
             self._writer.set_(self._storage, 0, (numel,), (1,))
-            self._sent = Sent(self.spec, self._writer)
+            self._sent = Sent(self.spec, self.mesh, self.host, self._writer)
         self._nbytes = self._storage.nbytes()
         self.storage_key = storage_key(self.full)  # tells whether a tensor is a view of a parameter
         self._allocate_shard()
@@ -125,7 +127,7 @@ class Bucket:
         """Allocate what this rank holds while sharded: its own memory, or part of a larger one."""
         spec, dtypes = self.spec, self.dtypes
         if spec.in_host:
-            return spec.host.shard(self.layout.shard_numel, dtypes.stored)
+            return self.host.shard(self.layout.shard_numel, dtypes.stored)
         if self.allocation.aliased:
             return spec.own(self.full)
         if not spec.splits_copies or dtypes.stored is not dtypes.param:
@@ -138,7 +140,14 @@ class Bucket:
 
     def part(self, index: int, whole: Tensor) -> Tensor:
         """This rank's part of parameter ``index``, or of its gradient, in a ``whole`` one."""
-        return self.spec.sharding(index).cut(whole.detach(), self._rest_views[index].shape)
+        return self.sharding(index).cut(whole.detach(), self._rest_views[index].shape)
+
+    def sharding(self, index: int) -> Sharding:
+        """The place of the elements of parameter ``index``."""
+        spec, (shard, replicate) = self.spec, self.mesh
+        axes = (replicate, shard) if spec.splits_copies else (shard,)
+        placement = "fully_sharded" if spec.placement.splits else "replicated"
+        return Sharding(spec.slots[index], self.unit, placement, self.layout, spec.position, axes)
 
     # ---- gather and free -----------------------------------------------------------------
 
@@ -157,7 +166,7 @@ class Bucket:
         with self._sent.copying():
             self.copied += self._sent.fill(self.shard)
             if not self.allocation.whole:
-                self._pending = self.spec.shard.all_gather(self._writer, self._label)
+                self._pending = self.mesh.shard.all_gather(self._writer, self._label)
 
     def _refill(self) -> None:
         if not self._storage.nbytes():
@@ -309,10 +318,10 @@ class Bucket:
         else:
             full = torch.empty(self.layout.numel, dtype=flat.dtype, device=self.full.device)
             self.spec.own(full).copy_(flat)
-            label = self.spec.label("whole")
+            label = Label("whole", self.spec.title)
             if self.spec.splits_copies:
-                self.spec.replicate.all_gather(self.spec.sent(full), label).wait()
-            self.spec.shard.all_gather(full, label).wait()
+                self.mesh.replicate.all_gather(self.spec.sent(full), label).wait()
+            self.mesh.shard.all_gather(full, label).wait()
         return self.spec.full_views(full)
 
     def bind_whole(self, wholes: list[Tensor]) -> None:

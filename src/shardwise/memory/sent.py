@@ -15,7 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from shardwise.comm.protocol import Pending
+from shardwise.comm.host_memory import HostMemory
+from shardwise.comm.mesh import Mesh
+from shardwise.comm.protocol import Label, Pending
 from shardwise.plan.spec import BucketSpec
 
 __all__ = ["Sent"]
@@ -24,11 +26,11 @@ __all__ = ["Sent"]
 class Sent:
     """This rank's all-gather input for a bucket. The output goes to ``full``, shape ``[W * S]``."""
 
-    def __init__(self, spec: BucketSpec, full: Tensor) -> None:
-        self._spec, self._loads = spec, spec.in_host
+    def __init__(self, spec: BucketSpec, mesh: Mesh, host: HostMemory, full: Tensor) -> None:
+        self._spec, self._mesh, self._host, self._loads = spec, mesh, host, spec.in_host
         self._out = self.joined = spec.sent(full)
         if spec.staged is not None:
-            self.joined = spec.shard.memory.shard(self._out.numel(), spec.staged)
+            self.joined = mesh.shard.memory.shard(self._out.numel(), spec.staged)
         self.piece = spec.piece(self.joined)
         self.forget()
 
@@ -42,12 +44,12 @@ class Sent:
         """The shard may be written next."""
         self.forget()
         if self._loads:
-            self._spec.host.wait()
+            self._host.wait()
 
     def load(self, shard: Tensor) -> Pending:
         """Copy the shard from host memory to the device."""
         self.is_loaded = True
-        return self._spec.host.load(self.piece, shard)
+        return self._host.load(self.piece, shard)
 
     def update(self, shard: Tensor) -> int:
         """Join the pieces of the ranks that hold copies, a collective; bytes copied here."""
@@ -55,8 +57,8 @@ class Sent:
         if moves:
             self.piece.copy_(shard)
         with self.copying():
-            label = self._spec.label("update")
-            self._spec.replicate.all_gather(self.joined, label).wait()
+            label = Label("update", self._spec.title)
+            self._mesh.replicate.all_gather(self.joined, label).wait()
         self.is_updated = True
         return self.piece.nbytes * moves
 
@@ -71,4 +73,4 @@ class Sent:
 
     def copying(self) -> AbstractContextManager[None]:
         """Order what is issued inside after what is loaded."""
-        return self._spec.host.copying() if self._loads else nullcontext()
+        return self._host.copying() if self._loads else nullcontext()

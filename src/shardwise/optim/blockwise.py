@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.config.options import BLOCK, blocks
 from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
-from shardwise.plan.sharding import Sharding, sharding_of
+from shardwise.memory.sharding import Sharding, sharding_of
 
 SCALES = frozenset({"absmax1", "absmax2"})  # one for each block
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # what the 256 codes mean; in no checkpoint

@@ -18,8 +18,8 @@ from torch.optim.optimizer import Optimizer
 from shardwise.config.options import blocks
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.blockwise import SCALES, cut_scales, whole_of_parts
-from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.torch_internals import tree_leaves, tree_map, tree_map_only
 
 # 0-dim state that counts or schedules steps, and is no element's value.

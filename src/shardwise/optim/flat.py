@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, OptimizerError
 from shardwise.errors.arguments import taken
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.flat_state import FlatState
 from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
 from shardwise.optim.norm import norm_of
 from shardwise.optim.optimizer_hooks import PlainClassDuringStep
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.optim.update import Key, Update, decide
-from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.torch_internals import disable_torch_function
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from shardwise.torch_internals import get_version
 
 State = MutableMapping[Any, dict[str, Any]]  # ``optimizer.state``: by parameter, by name

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError, OptimizerError, nearest
 from shardwise.memory.parameters import Bucket
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from shardwise.plan.units.units import Member
 
 # Options of torch's groups that have one value here.

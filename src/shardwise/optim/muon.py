@@ -26,6 +26,7 @@ from torch import Tensor
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked, named
+from shardwise.memory.sharding import sharding_of
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.optim.fused import AdamWPolicy, adamw_names, check_numbers, update_by_adamw
 from shardwise.optim.groups import defaults, matching
@@ -33,7 +34,6 @@ from shardwise.optim.matrix_rules import ADAMW, MUON, Choice, choose, table
 from shardwise.optim.owners import Exchange, Matrix, owners
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.optim.update import Call, Update
-from shardwise.plan.sharding import sharding_of
 from shardwise.torch_internals import muon_learning_rate, orthogonalize
 
 WIRE = torch.bfloat16  # in which torch's Newton-Schulz iteration computes and returns
@@ -300,9 +300,10 @@ def _ranks(sharded: ShardedModel) -> tuple[Comm, list[int]]:
 
     Ranks that hold copies of it compute the same as these do.
     """
-    spec = sharded.buckets[0].spec
+    bucket = sharded.buckets[0]
+    spec = bucket.spec
     if not spec.splits_copies:
-        return spec.shard, list(range(spec.shard.size))
+        return bucket.mesh.shard, list(range(spec.shard.size))
     copies, shards = spec.replicate.size, spec.shard.size
     ranks = range(copies * shards)
     return sharded.comm, [rank % shards * copies + rank // shards for rank in ranks]

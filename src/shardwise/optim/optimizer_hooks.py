@@ -28,9 +28,9 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.adapter_order import check_optimizer
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.blockwise import check_blocks, is_blockwise, make_state
 from shardwise.optim.cut_state import cut_state, whole_state
-from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
 log = logging.getLogger("shardwise")

@@ -12,9 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.host_memory import HostMemory
-from shardwise.comm.mesh import Mesh, Shape
-from shardwise.comm.protocol import Comm
+from shardwise.comm.grid import Grid, Shape
+from shardwise.comm.machine.accelerators import row
 from shardwise.config.options import Options
 from shardwise.config.placement import Placement
 from shardwise.plan.printed import Schedule
@@ -37,8 +36,8 @@ class Blueprint:
         specs: the buckets of each unit, by its name.
         placement: the strategy.
         policy: where each unit lives, prefetch, and whether a gather casts.
-        rank, world: for which rank, of how many.
-        shape: the grid of a hybrid strategy; otherwise ``None``.
+        grid: the place of the rank among all.
+        device: where it computes.
         options: as for ``shard()``.
     """
 
@@ -46,10 +45,15 @@ class Blueprint:
     specs: Mapping[str, tuple[BucketSpec, ...]]
     placement: Placement
     policy: Policy
-    rank: int
-    world: int
-    shape: Shape | None
+    grid: Grid
+    device: torch.device
     options: Options
+
+    @property
+    def shape(self) -> Shape | None:
+        """The shape of the grid of a hybrid strategy; otherwise ``None``."""
+        shape = Shape(self.grid.replicate.size, self.grid.shard.size)
+        return shape if self.placement.hybrid else None
 
     @property
     def buckets(self) -> tuple[BucketSpec, ...]:
@@ -81,22 +85,21 @@ class Blueprint:
         nbytes = nbytes or self.nbytes
         policy = replace(self.policy, placements=dict.fromkeys(self.specs, self.placement))
         plain = events(order, policy, nbytes, mode)
-        step = (events(order, self.policy, nbytes, mode), nbytes, name, mode, self.world)
+        step = (events(order, self.policy, nbytes, mode), nbytes, name, mode, self.grid)
         return Schedule(*step, self.buckets, plain, self.options.buffers)
 
 
 def draw_on(
-    comm: Comm,
+    grid: Grid,
+    device: torch.device,
     model: nn.Module,
     wrap: Wrap | None,
     placement: Placement,
-    shape: Shape | None,
     options: Options,
 ) -> Blueprint:
-    """A blueprint of ``model`` for a rank of ``comm``; arguments are those of ``shard()``."""
-    units, mesh = choose_units(model, wrap, options.ignored), Mesh.of(comm, placement.splits, shape)
-    host = HostMemory(comm.device)
-    cut = {unit.name: specs_of(unit, options, mesh, placement, host) for unit in units}
+    """A blueprint of ``model`` for one rank; arguments are those of ``shard()``."""
+    units, alignment = choose_units(model, wrap, options.ignored), row(device).alignment
+    cut = {unit.name: specs_of(unit, options, grid, placement, alignment) for unit in units}
     specs = {name: tuple(each) for name, each in with_residency(cut, options.residency).items()}
     policy = policy_of([spec for each in specs.values() for spec in each], options.prefetch)
-    return Blueprint(units, specs, placement, policy, comm.rank, comm.size, shape, options)
+    return Blueprint(units, specs, placement, policy, grid, device, options)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.grid import Grid, shape_of
 from shardwise.comm.machine.environment import local_size
-from shardwise.comm.mesh import shape_of
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.config.options import Options
 from shardwise.config.strategies import placement_of
+from shardwise.errors import ConfigError
 from shardwise.plan.blueprint import Blueprint, draw_on
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.wrap import Wrap
@@ -57,9 +57,14 @@ def draw(
         ConfigError: an argument that cannot work.
     """
     chosen, placement = Options(**options), placement_of(strategy)
+    rank, world = ranks
+    if not 0 <= rank < world:
+        raise ConfigError(f"rank {rank} of {world}: ranks are numbered from 0 to {world - 1}.")
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    comm = FakeComm(*ranks, "cpu" if device.type == "meta" else device)
-    chosen.precision.check(comm.device, model)
+    if device.type == "meta":
+        device = torch.device("cpu")
+    chosen.precision.check(device, model)
     name, hybrid = placement.name, placement.hybrid
-    shape = shape_of(name, hybrid, comm.size, chosen.mesh, local_size(os.environ))
-    return draw_on(comm, model, wrap, placement, shape, chosen)
+    shape = shape_of(name, hybrid, world, chosen.mesh, local_size(os.environ))
+    grid = Grid.of(rank, world, placement.splits, shape)
+    return draw_on(grid, device, model, wrap, placement, chosen)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ScheduleError
 from shardwise.plan.schedule.events import Cue, Op, Order, Phase
-from shardwise.plan.sharding import sharding_of
+from shardwise.plan.units.units import Units
 from shardwise.torch_internals import buffers_of, parameters_of, tree_map_only
 
 __all__ = ["guess", "mirror", "rehearse"]
@@ -47,9 +47,9 @@ def mirror(forward: Sequence[Cue]) -> tuple[Cue, ...]:
 
 
 def rehearse(
-    model: nn.Module, unit_names: UnitNames, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, units: Units, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Order:
-    """Run ``model`` on the meta device and note which units it enters.
+    """Run ``model`` on the meta device and note which of its ``units`` it enters.
 
     Nothing is allocated and nothing is sent: parameters, buffers and inputs are replaced by meta
     tensors for the length of the call. Of ``args`` and ``kwargs`` only shapes and dtypes matter.
@@ -59,12 +59,12 @@ def rehearse(
             meta device does not have.
     """
     cues: list[Cue] = []
-    handles = [hook for item in unit_names.items() for hook in _listen(*item, cues)]
+    handles = [hook for item in units.unit_names.items() for hook in _listen(*item, cues)]
     called = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
     try:
         with torch.no_grad():
             # torch ties weights by all names, and would leave a module of two names on meta.
-            torch.func.functional_call(model, _on_meta(model), *called, tie_weights=False)
+            torch.func.functional_call(model, _on_meta(model, units), *called, tie_weights=False)
     except (NotImplementedError, RuntimeError) as error:
         raise ScheduleError(
             f"the rehearsal on the meta device stopped: {error}. The model depends on values, "
@@ -77,14 +77,15 @@ def rehearse(
     return Order(tuple(cues), mirror(cues))
 
 
-def _on_meta(model: nn.Module) -> dict[str, Tensor]:
+def _on_meta(model: nn.Module, units: Units) -> dict[str, Tensor]:
     """An empty tensor for each parameter and buffer, by one name of its module; ties are kept."""
+    shapes: dict[Tensor, torch.Size] = {m.param: m.shape for unit in units for m in unit.members}
     empty: dict[Tensor, Tensor] = {}
     state = {}
     for prefix, module in model.named_modules():
         for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             if tensor is not None:
-                shape = (sharding_of(tensor) or tensor).shape
+                shape = shapes.get(tensor, tensor.shape)
                 made = torch.empty(shape, dtype=tensor.dtype, device="meta")
                 state[f"{prefix}.{name}".lstrip(".")] = empty.setdefault(tensor, made)
     return state

@@ -6,9 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from shardwise.comm.mesh import Mesh
+from shardwise.comm.grid import Grid
 from shardwise.config.precision import dtype_name
 from shardwise.plan.schedule.events import Event, Op, UnitBytes
 from shardwise.plan.spec import BucketSpec
@@ -34,15 +33,10 @@ class Schedule:
     nbytes: Mapping[str, UnitBytes]  # of each unit
     strategy: str
     mode: str
-    world: int  # number of ranks
+    grid: Grid  # the place of this rank among all
     specs: tuple[BucketSpec, ...]
     plain: tuple[Event, ...] = ()  # the same step, if only the strategy kept units
     buffers: str = "local"  # what becomes of them when gradients are reduced
-
-    @cached_property
-    def meshes(self) -> dict[str, Mesh]:
-        """The axes of each unit."""
-        return {spec.unit: Mesh(spec.shard, spec.replicate) for spec in self.specs}
 
     @property
     def saved(self) -> int:
@@ -84,8 +78,8 @@ class Schedule:
         reduces = sum(event.op is Op.REDUCE for event in self.events)
         sent = sum(self.sent(event) for event in self.events)
         return (
-            f"# one step ({self.mode}) of {self.strategy} on {self.world} "
-            f"rank{'s' * (self.world != 1)}: {gathers} gathers, {reduces} reduces, "
+            f"# one step ({self.mode}) of {self.strategy} on {self.grid.size} "
+            f"rank{'s' * (self.grid.size != 1)}: {gathers} gathers, {reduces} reduces, "
             f"a rank sends {size(sent)}"
             f"{f' ({size(self.saved)} less: some units stay unsharded)' if self.saved else ''}"
             f"{f'; buffers: {self.buffers}' if reduces and self.buffers != 'local' else ''}"
@@ -94,17 +88,17 @@ class Schedule:
     def _line(self, event: Event, depth: int, width: int) -> str:
         name = "" if event.op is Op.END else _name(event.unit)
         text = f"{'  ' * max(depth, 0)}{event.op:<6}  {name:<{width}}"
-        if event.op is Op.GATHER and self.meshes[event.unit].shard.size > 1:
+        if event.op is Op.GATHER and self.grid.shard.size > 1:
             full = size(self.nbytes[event.unit].gathered)
-            shared = self.meshes[event.unit].shard.memory.shared
+            shared = self.grid.shard.shared
             sends = "memory is shared" if shared else f"sends {size(self.sent(event))}"
-            text += f"  # all-gather{self._over('shard', event)}, {full}, {sends}: {event.reason}"
+            text += f"  # all-gather{self._over('shard')}, {full}, {sends}: {event.reason}"
         elif event.op in (Op.LOAD, Op.STORE):
             unit = self.nbytes[event.unit]
             way = ("to", unit.loaded) if event.op is Op.LOAD else ("from", unit.stored)
             text += f"  # {way[0]} the device, {size(way[1])}: {event.reason}"
         elif event.op is Op.UPDATE:
-            part = size(self.nbytes[event.unit].joined // self.meshes[event.unit].shard.size)
+            part = size(self.nbytes[event.unit].joined // self.grid.shard.size)
             sends = f"sends {size(self.sent(event))}"
             text += f"  # all-gather over replicate, {part}, {sends}: {event.reason}"
         elif event.op is Op.REDUCE:
@@ -115,18 +109,17 @@ class Schedule:
             text += f"  # {event.reason}"
         return text.rstrip()
 
-    def _over(self, axis: str, event: Event) -> str:
-        """Name the axis that a collective uses, where the unit's mesh has two."""
-        return f" over {axis}" if min(comm.size for comm in self.meshes[event.unit]) > 1 else ""
+    def _over(self, axis: str) -> str:
+        """Name the axis that a collective uses, where the grid has two."""
+        return f" over {axis}" if min(axis.size for axis in self.grid) > 1 else ""
 
     def _reduction(self, event: Event) -> str:
-        mesh = self.meshes[event.unit]
         parts = []
-        if mesh.shard.size > 1 or mesh.replicate.size == 1:
-            parts += ["reduce-scatter" + self._over("shard", event)]
-        if mesh.replicate.size > 1:
+        if self.grid.shard.size > 1 or self.grid.replicate.size == 1:
+            parts += ["reduce-scatter" + self._over("shard")]
+        if self.grid.replicate.size > 1:
             spread = ["all-gather"] if self.nbytes[event.unit].spread else []
-            parts += [" + ".join(["reduce-scatter", *spread]) + self._over("replicate", event)]
+            parts += [" + ".join(["reduce-scatter", *spread]) + self._over("replicate")]
         return " + ".join(parts)
 
 

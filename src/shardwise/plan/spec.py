@@ -16,10 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.codec import wire_nbytes
-from shardwise.comm.host_memory import HostMemory
-from shardwise.comm.machine import accelerators
-from shardwise.comm.mesh import Mesh
-from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.grid import Axis, Grid
 from shardwise.comm.reduction import Reduction
 from shardwise.config.options import Options
 from shardwise.config.placement import Placement
@@ -28,7 +25,6 @@ from shardwise.config.prefetch import Prefetch
 from shardwise.plan.layout.layout import Layout, Slot, chunk_rows
 from shardwise.plan.layout.solver import solve
 from shardwise.plan.schedule.events import Policy, UnitBytes
-from shardwise.plan.sharding import Sharding
 from shardwise.plan.units.units import Member, Unit
 from shardwise.plan.views import Views
 
@@ -56,16 +52,11 @@ class BucketSpec:
     layout: Layout  # who owns which range at rest
     dtypes: Dtypes
     reduction: Reduction  # how its gradients are averaged over all ranks
-    shard: Comm  # the ranks that split it
-    replicate: Comm  # the ranks that hold the same of it as this rank
+    shard: Axis  # of the ranks that split it
+    replicate: Axis  # of the ranks that hold the same of it as this rank
     placement: Placement
     offload: str
-    host: HostMemory
     kept: bool = False  # is it frozen, and stays in memory as it was gathered first?
-
-    def label(self, op: str) -> Label:
-        """Label of a collective that moves this bucket."""
-        return Label(op, self.title)
 
     @property
     def title(self) -> str:
@@ -86,9 +77,9 @@ class BucketSpec:
         return [self.layout.by_name[member.name] for member in self.members]
 
     @cached_property
-    def averages(self) -> list[tuple[Comm, Reduction]]:
+    def averages(self) -> list[tuple[Axis, Reduction]]:
         """The axes over which gradients are summed, one after the other, and how."""
-        axes = [comm for comm in (self.shard, self.replicate) if comm.size > 1] or [self.shard]
+        axes = [axis for axis in (self.shard, self.replicate) if axis.size > 1] or [self.shard]
         if len(axes) == 1:
             return [(axes[0], self.reduction)]
         first, last = replace(self.reduction, after=1.0), replace(self.reduction, before=1.0)
@@ -97,7 +88,7 @@ class BucketSpec:
     @cached_property
     def allocation(self) -> Allocation:
         same_dtype = self.dtypes.stored is self.dtypes.param
-        shared, whole = self.shard.memory.shared, self.layout.world == 1
+        shared, whole = self.shard.shared, self.layout.world == 1
         reloaded = self.offload == "everything" and not (shared or self.kept)
         kept_whole = self.placement.resident or (whole and (same_dtype or self.in_host))
         lasting = shared or self.kept or (kept_whole and not reloaded)
@@ -121,7 +112,7 @@ class BucketSpec:
     def gather_sent(self) -> int:
         """Bytes that one rank sends when the bucket is gathered."""
         nbytes = self.layout.numel * self.dtypes.param.itemsize
-        return 0 if self.shard.memory.shared else _to_others(nbytes, self.shard)
+        return 0 if self.shard.shared else _to_others(nbytes, self.shard)
 
     @property
     def update_sent(self) -> int:
@@ -164,11 +155,6 @@ class BucketSpec:
     def rank(self) -> int:
         """This rank's number in the mesh."""
         return self.replicate.rank * self.shard.size + self.shard.rank
-
-    @cached_property
-    def axes(self) -> tuple[Comm, ...]:
-        """Axes over which, one after the other, what ranks hold is gathered to the full bucket."""
-        return (self.replicate, self.shard) if self.splits_copies else (self.shard,)
 
     @property
     def rest_nbytes(self) -> int:
@@ -215,12 +201,6 @@ class BucketSpec:
         pairs = zip(self.ranges, shapes, strict=True)
         return Views([(*range_, shape) for range_, shape in pairs], self.layout.shard_numel)
 
-    def sharding(self, index: int) -> Sharding:
-        """The place of the elements of parameter ``index``."""
-        placement = "fully_sharded" if self.placement.splits else "replicated"
-        slot = self.slots[index]
-        return Sharding(slot, self.unit, placement, self.layout, self.position, self.axes)
-
 
 def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """``[start, stop)``, cut at the multiples of ``size``."""
@@ -230,7 +210,7 @@ def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, in
         start = end
 
 
-def _to_others(nbytes: int, ranks: Comm) -> int:
+def _to_others(nbytes: int, ranks: Axis) -> int:
     """The bytes that one rank sends of ``nbytes``, of which it keeps its own piece."""
     return nbytes * (ranks.size - 1) // ranks.size
 
@@ -264,9 +244,13 @@ def policy_of(specs: Sequence[BucketSpec], prefetch: Prefetch) -> Policy:
 
 
 def specs_of(
-    unit: Unit, options: Options, mesh: Mesh, placement: Placement, host: HostMemory
+    unit: Unit, options: Options, grid: Grid, placement: Placement, alignment: int
 ) -> list[BucketSpec]:
-    """A unit's buckets, one for each combination of dtypes, trainability and ``bucketing``."""
+    """A unit's buckets, one for each combination of dtypes, trainability and ``bucketing``.
+
+    Args:
+        alignment: bytes at whose multiples a slot starts.
+    """
     groups: dict[Any, list[Member]] = {}
     for member in unit.members:
         param = member.param
@@ -280,28 +264,28 @@ def specs_of(
         BucketSpec(
             unit.name,
             tuple(members),
-            _solve(members, dtypes, options, mesh).over(
+            _solve(members, dtypes, options, grid.size, alignment).over(
                 # What is frozen has no optimizer state, and nothing to be joined in each step.
-                mesh.size if placement.splits_copies and trains else mesh.shard.size
+                grid.size if placement.splits_copies and trains else grid.shard.size
             ),
             dtypes,
-            options.precision.reduction(dtypes, mesh.size),
-            *mesh,
+            options.precision.reduction(dtypes, grid.size),
+            *grid,
             placement,
             options.offload,
-            host,
             placement.resident and not (trains or options.offload == "everything"),
         )
         for (dtypes, trains, _), members in groups.items()
     ]
 
 
-def _solve(members: Sequence[Member], dtypes: Dtypes, options: Options, mesh: Mesh) -> Layout:
+def _solve(
+    members: Sequence[Member], dtypes: Dtypes, options: Options, world: int, alignment: int
+) -> Layout:
     """Places are the same for all meshes of as many ranks, so that sums are rounded alike."""
     atom = options.blocksize if members[0].param.requires_grad else 0
     slots = [Slot(member.name, tuple(member.shape), atom) for member in members]
     if options.bucketing == "none":
-        return chunk_rows(slots[0], mesh.size, options.uneven)
+        return chunk_rows(slots[0], world, options.uneven)
     narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.param, dtypes.collected))
-    alignment = accelerators.row(mesh.shard.device.type).alignment
-    return solve(slots, mesh.size, max(1, alignment // narrowest))
+    return solve(slots, world, max(1, alignment // narrowest))

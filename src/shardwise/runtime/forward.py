@@ -24,8 +24,8 @@ from shardwise.comm.protocol import Comm
 from shardwise.config.precision import Precision
 from shardwise.errors import RanksDisagree, ScheduleError, ShardUseError
 from shardwise.memory.shard_tensor.use_errors import functorch_transform
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.schedule.events import Phase
-from shardwise.plan.sharding import Sharding, sharding_of
 from shardwise.plan.units.structure import as_group, has_forward, partial_roots
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.compiling import hide_gradients

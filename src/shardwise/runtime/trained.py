@@ -119,9 +119,8 @@ class Trained:
             state.trainable = [b for b in counts if counts[b] or b in self._unreduced]
             state.wholly_trained = all(counts[b] == len(b.params) for b in counts)
         self.buckets = [bucket for state in self._states for bucket in state.trainable]
-        self._copies = list(
-            dict.fromkeys(b.spec.replicate for b in self.buckets if b.spec.copies > 1)
-        )
+        copied = (b.mesh.replicate for b in self.buckets if b.spec.copies > 1)
+        self._copies = list(dict.fromkeys(copied))
         self.units = frozenset(state.name for state in self._states if state.trainable)
         #: Does a bucket take part only until its gradients are reduced?
         self._holds_frozen = not all(bucket.gradients.trained for bucket in self.buckets)

@@ -48,7 +48,7 @@ class UnitState:
         written = [bucket for bucket in self.buckets if bucket.is_written()]
         if not written:
             return
-        fences = [bucket.spec.shard for bucket in written if bucket.allocation.shared][:1]
+        fences = [bucket.mesh.shard for bucket in written if bucket.allocation.shared][:1]
         for comm in fences:
             comm.fence(Label("fence", "written parameters"))
         for bucket in written:

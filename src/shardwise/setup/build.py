@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.malloc import trim
+from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Comm
 from shardwise.config.options import Options
 from shardwise.config.placement import Placement
@@ -23,7 +25,7 @@ from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.adapter_order import check_adapters
 from shardwise.memory.shard_tensor.unseen_calls import intercept_calls
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.units import Unit, Units
 from shardwise.runtime.other_engines import check_unwrapped
@@ -121,16 +123,17 @@ def warn_of_one_unit(model: nn.Module, units: Units, placement: Placement) -> No
 
 
 def cut(
-    model: nn.Module, units: Units, specs: Specs, options: Options, comm: Comm
+    model: nn.Module, units: Units, specs: Specs, options: Options, comm: Comm, mesh: Mesh
 ) -> dict[str, UnitState]:
     """Give every parameter its value and cut it; afterwards each rank holds its shards alone."""
     intercept_calls()
     warn_of_copies(specs, comm.size)  # before memory for them is taken
-    states: dict[str, UnitState] = {}
+    states, host = dict[str, UnitState](), HostMemory(comm.device)
     sends = options.sync_module_states and comm.size > 1
 
     def finished(unit: Unit) -> None:
-        buckets = (_cut_bucket(spec, comm if sends else None) for spec in specs[unit.name])
+        ranks = comm if sends else None
+        buckets = (_cut_bucket(spec, mesh, host, ranks) for spec in specs[unit.name])
         states[unit.name] = UnitState(unit.name, tuple(buckets))
         if comm.device.type == "cpu" and unit.numel >= GIVEN_BACK:
             trim()
@@ -154,17 +157,17 @@ def cut(
     return {unit.name: states[unit.name] for unit in units}
 
 
-def _cut_bucket(spec: BucketSpec, ranks: Comm | None) -> Bucket:
+def _cut_bucket(spec: BucketSpec, mesh: Mesh, host: HostMemory, ranks: Comm | None) -> Bucket:
     """Cut whole parameters into this rank's shards, and let each go before the next one.
 
     Rank 0 sends its values to the other ``ranks``; ``None``: each rank has them.
     """
     later = {index for index, param in enumerate(spec.params) if param.is_meta}
     for index in later:
-        leave_meta(spec.params[index], spec.shard.device)
-    bucket = Bucket(spec)
+        leave_meta(spec.params[index], mesh.shard.device)
+    bucket = Bucket(spec, mesh, host)
     for index, param in enumerate(spec.params):
-        sharding, value = spec.sharding(index), param.data
+        sharding, value = bucket.sharding(index), param.data
         if index not in later:
             bucket.take(index, sync(value, ranks, sharding.name) if ranks else value)
         gradient, param.grad = param.grad, None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
-from shardwise.plan.sharding import Sharding, sharding_of
+from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.torch_internals import ASSIGN, disable_torch_function, parameters_of
 
 __all__ = ["StateHooks", "local_state", "whole_copy"]

@@ -136,7 +136,6 @@ def trace_joint(
             called in this way.
     """
     watch = Watch(blueprint.units.unit_names)
-    device = next((spec.shard.device for spec in blueprint.buckets), torch.device("cpu"))
     trained = [name for name, tensor in state.items() if tensor.requires_grad]
     precision, called = blueprint.options.precision, {model, *blueprint.units.unit_names}
     dtypes = input_dtypes(model, called, precision)
@@ -150,7 +149,7 @@ def trace_joint(
             torch.enable_grad(),
             torch.autograd.set_multithreading_enabled(mode=False),
         ):
-            fakes = {name: _fake(tensor, device) for name, tensor in state.items()}
+            fakes = {name: _fake(tensor, blueprint.device) for name, tensor in state.items()}
             inputs = [_fake(leaf, leaf.device) for leaf in tensor_leaves(given)]
             outputs = step.forward(fakes, inputs)
             tangents = [torch.empty_like(out) for out in outputs if out.requires_grad]

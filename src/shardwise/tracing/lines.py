@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.comm.codec import codec_of, wire_nbytes
-from shardwise.comm.protocol import Comm
+from shardwise.comm.grid import Axis
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.draw import name_of, of_shape
 from shardwise.plan.printed import size
@@ -113,46 +113,46 @@ class Lines:
 
     def all_gather(self, spec: BucketSpec, verb: str, own: fx.Node, reason: str) -> fx.Node:
         """An all-gather that begins; ``verb`` as of a ``Collective``."""
-        comm = spec.shard if verb == "gather" else spec.replicate
-        value = of_shape(own.meta["val"].dtype, own.meta["val"].numel() * comm.size)
-        sent = value.nbytes - value.nbytes // comm.size
+        axis = spec.shard if verb == "gather" else spec.replicate
+        value = of_shape(own.meta["val"].dtype, own.meta["val"].numel() * axis.size)
+        sent = value.nbytes - value.nbytes // axis.size
         prefix = {"gather": "gathering", "update": "joining"}.get(verb, "spreading")
         return self.call(
             self.named(prefix, spec),
             value,
             all_gather,
             *(own, spec.title, *([] if verb == "gather" else [verb])),
-            note=f"{self._over(spec, comm)}{size(value.nbytes)}, sends {size(sent)}: {reason}",
+            note=f"{self._over(spec, axis)}{size(value.nbytes)}, sends {size(sent)}: {reason}",
             collective=Collective(verb, spec.title, sent),
-            axis=self.axis(spec, comm),
+            axis=self.axis(spec, axis),
         )
 
     def reduce_scatter(
-        self, prefix: str, spec: BucketSpec, full: fx.Node, comm: Comm, reason: str
+        self, prefix: str, spec: BucketSpec, full: fx.Node, axis: Axis, reason: str
     ) -> fx.Node:
         """A reduce-scatter that begins."""
         wire, numel = spec.dtypes.reduce, full.meta["val"].numel()
-        nbytes = wire_nbytes(wire, numel, comm.size)
-        sent = nbytes - nbytes // comm.size
+        nbytes = wire_nbytes(wire, numel, axis.size)
+        sent = nbytes - nbytes // axis.size
         return self.call(
             self.named(prefix, spec),
-            of_shape(spec.dtypes.sum, numel // comm.size),  # what one rank sums
+            of_shape(spec.dtypes.sum, numel // axis.size),  # what one rank sums
             reduce_scatter,
             *(full, spec.title, spec.dtypes.sum, *([] if codec_of(wire) is None else [wire])),
-            note=f"{self._over(spec, comm)}sums {size(nbytes)}, sends {size(sent)}: {reason}",
+            note=f"{self._over(spec, axis)}sums {size(nbytes)}, sends {size(sent)}: {reason}",
             collective=Collective("reduce", spec.title, sent),
-            axis=self.axis(spec, comm),
+            axis=self.axis(spec, axis),
         )
 
     def wait(self, prefix: str, spec: BucketSpec, begun: fx.Node, note: str = "") -> fx.Node:
         """Wait for what was begun."""
         return self.call(self.named(prefix, spec), begun.meta["val"], wait, begun, note=note)
 
-    def axis(self, spec: BucketSpec, comm: Comm) -> str:
+    def axis(self, spec: BucketSpec, axis: Axis) -> str:
         """The axis of a grid; ``""`` where there is one."""
-        name = "shard" if comm is spec.shard else "replicate"
+        name = "shard" if axis == spec.shard else "replicate"
         return name if self.blueprint.shape is not None else ""
 
-    def _over(self, spec: BucketSpec, comm: Comm) -> str:
-        axis = self.axis(spec, comm)
-        return axis and f"over {axis}: "
+    def _over(self, spec: BucketSpec, axis: Axis) -> str:
+        name = self.axis(spec, axis)
+        return name and f"over {name}: "

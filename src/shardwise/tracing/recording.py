@@ -50,7 +50,9 @@ class Recording:
         return tuple(timed.event for timed in self.done)
 
     def __str__(self) -> str:
-        lines = [f"# rank {self.rank} of {self.planned.world}, one step of {self.planned.strategy}"]
+        lines = [
+            f"# rank {self.rank} of {self.planned.grid.size}, one step of {self.planned.strategy}"
+        ]
         lines += [f"{t.seconds * 1e3:9.3f} ms  {t.event.op:<6}  {t.event.unit}" for t in self.done]
         return "\n".join(map(str.rstrip, lines))
 

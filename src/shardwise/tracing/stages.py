@@ -22,7 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from shardwise.comm.mesh import Ranks, Shape
+from shardwise.comm.grid import Shape
+from shardwise.comm.mesh import Ranks
 from shardwise.comm.protocol import Comm
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.ignored import Ignored
@@ -238,8 +239,9 @@ def _state(model: nn.Module, blueprint: Blueprint) -> dict[str, Tensor]:
 
 def _at_rest(spec: BucketSpec, state: Mapping[str, Tensor]) -> Tensor:
     flat = torch.zeros(spec.layout.shard_numel, dtype=spec.dtypes.stored)
-    for index, (slot, part) in enumerate(zip(spec.slots, spec.rest_views(flat), strict=True)):
-        part.copy_(spec.sharding(index).cut(state[slot.name].detach(), part.shape))
+    for slot, part in zip(spec.slots, spec.rest_views(flat), strict=True):
+        start, stop = spec.layout.owned(slot, spec.position)
+        part.copy_(state[slot.name].detach().reshape(-1)[start:stop].view(part.shape))
     return flat
 
 

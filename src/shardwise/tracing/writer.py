@@ -219,12 +219,13 @@ class Half:
             if (gradient := self.joint.gradients[slot.name]) is not None
         )
         value, name = of_shape(dtype, numel), self.lines.named("grads", spec)
-        comm, how = spec.averages[0]
-        axis = self.lines.axis(spec, comm)
-        full = self.lines.call(name, value, gradient_bucket, numel, dtype, grads, axis=axis)
+        axis, how = spec.averages[0]
+        full = self.lines.call(
+            *(name, value, gradient_bucket, numel, dtype, grads), axis=self.lines.axis(spec, axis)
+        )
         note = "before the sum, which a narrow dtype could not hold"
         full = self.lines.divided(full, how.before, self.lines.named("scaled", spec), note)
-        self.sums[spec] = self.lines.reduce_scatter("reducing", spec, full, comm, reason)
+        self.sums[spec] = self.lines.reduce_scatter("reducing", spec, full, axis, reason)
 
     def _settle(self, spec: BucketSpec, reason: str) -> None:
         if spec not in self.sums:
@@ -252,8 +253,8 @@ class Half:
 
     def _averaged(self, name: str, spec: BucketSpec, total: fx.Node) -> fx.Node:
         """A sum over an axis, divided by what its ranks or all ranks are."""
-        comm, how = spec.averages[-1 if name == "mean_of_copies" else 0]
-        ranks = comm.size if how.how == "avg" else self.blueprint.world
+        axis, how = spec.averages[-1 if name == "mean_of_copies" else 0]
+        ranks = axis.size if how.how == "avg" else self.blueprint.grid.size
         after = float(ranks) if how.how == "avg" else how.after
         note = f"after the sum over {ranks} ranks: their mean"
         return self.lines.divided(total, after, self.lines.named(name, spec), note)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.comm.grid import shape_of
 from shardwise.comm.machine.environment import local_size
-from shardwise.comm.mesh import shape_of
 from shardwise.config.precision import dtype_name
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.comm.watchdog.call_site import user_call
+from tests.fake import FakeComm
 
 
 class Told(nn.Module):

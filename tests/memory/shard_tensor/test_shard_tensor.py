@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.tensor_reductions import vector_norm
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from tests import nets
 from tests.copies import assert_near, clones, local, on_ranks, said, seeded
 from tests.parity.plain import put_gradients

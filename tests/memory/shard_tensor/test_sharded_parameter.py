@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter, put_grad
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from shardwise.torch_internals import disable_torch_function
 from tests import nets
 from tests.copies import local, on_ranks, said
+from tests.fake import FakeComm
 from tests.steps import STRATEGIES, train
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ConfigError, OptimizerError
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 
 __all__ = ["ORDER", "check_adapters", "check_optimizer", "has_adapter"]
 

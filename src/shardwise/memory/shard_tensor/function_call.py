@@ -15,7 +15,7 @@ from shardwise.memory.shard_tensor.use_errors import (
     recorded_by_autograd,
     sent_by_hand,
 )
-from shardwise.plan.sharding import Sharding
+from shardwise.memory.sharding import Sharding
 
 __all__ = ["Call"]
 

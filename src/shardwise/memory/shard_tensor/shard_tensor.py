@@ -27,7 +27,7 @@ from shardwise.errors import ShardUseError
 from shardwise.memory.shard_tensor.function_call import Call
 from shardwise.memory.shard_tensor.torch_functions import dispatch, gather_arguments
 from shardwise.memory.shard_tensor.use_errors import copied_shard
-from shardwise.plan.sharding import Sharding
+from shardwise.memory.sharding import Sharding
 from shardwise.torch_internals import disable_torch_function, take_in_lists
 
 __all__ = ["ShardTensor"]

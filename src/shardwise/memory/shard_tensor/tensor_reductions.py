@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Comm, Label
 from shardwise.memory.shard_tensor.function_call import Call
-from shardwise.plan.sharding import Sharding
+from shardwise.memory.sharding import Sharding
 from shardwise.torch_internals import foreach_norm
 
 __all__ = ["norms_of_list", "over_ranks", "reduce"]

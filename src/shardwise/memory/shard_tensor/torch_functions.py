@@ -28,7 +28,7 @@ from shardwise.memory.shard_tensor.elementwise import (
 from shardwise.memory.shard_tensor.function_call import Call
 from shardwise.memory.shard_tensor.tensor_reductions import norms_of_list, over_ranks, reduce
 from shardwise.memory.shard_tensor.use_errors import autograd_grad_called, wrong_replacement
-from shardwise.plan.sharding import Sharding, sharding_of
+from shardwise.memory.sharding import Sharding, sharding_of
 
 __all__ = ["dispatch", "gather_arguments"]
 

@@ -24,7 +24,7 @@ from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.memory.shard_tensor.torch_functions import gather_arguments
 from shardwise.memory.shard_tensor.use_errors import converted
-from shardwise.plan.sharding import sharding_of
+from shardwise.memory.sharding import sharding_of
 from shardwise.torch_internals import (
     CONVERT,
     INITIALISATIONS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, ScheduleError, ShardUseError
-from shardwise.plan.sharding import Sharding
+from shardwise.memory.sharding import Sharding
 
 __all__ = [
     "autograd_grad_called",

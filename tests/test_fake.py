@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardwise.comm.protocol import Comm, Label
-from shardwise.comm.transports.fake import FakeComm
 from shardwise.errors import ConfigError
 from tests.comm.laws import sum_of
+from tests.fake import FakeComm
 from tests.ranks import run_threads
 
 

@@ -6,14 +6,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.comm.transports.fake import FakeComm
-from shardwise.plan.sharding import Sharding, sharding_of
+from shardwise.memory.sharding import Sharding, sharding_of
 from tests.copies import local
+from tests.fake import FakeComm
 from tests.ranks import run_threads
 
 
@@ -51,6 +52,20 @@ def watched() -> tuple[nn.Linear, Engine]:
         param.grad = torch.ones_like(param)
         of(param).engine = weakref.ref(engine)
     return model, engine
+
+
+@pytest.mark.parametrize(("strategy", "whole"), [("full_shard", False), ("no_shard", True)])
+def test_it_says_which_elements_this_rank_holds(strategy: str, whole: bool) -> None:
+    values = torch.arange(24.0).view(6, 4)
+    shardings = []
+    for rank in range(2):
+        model = nn.Linear(4, 6)
+        sw.shard(model, strategy, comm=FakeComm(rank, 2))
+        shardings += [of(model.weight)]
+        assert of(model.weight).shape == values.shape
+    parts = [s.cut(values, torch.Size([s.stop - s.start])) for s in shardings]
+    assert torch.equal(torch.cat(parts), torch.cat([values.flatten()] * (1 + whole)))
+    assert {s.placement for s in shardings} == {"replicated" if whole else "fully_sharded"}
 
 
 @torch.no_grad()
