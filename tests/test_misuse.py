@@ -6,7 +6,6 @@ are no misuse here at all: then the test shows that training is that of a plain 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import on_ranks, said, seeded
 from tests.nets import Batch, Net
 from tests.parity.plain import SGD, Recipe, one_by_one
 from tests.parity.sharded import How, assert_equal, on_threads
@@ -35,33 +34,6 @@ def assert_trains_as_plain(net: Net, strategy: str) -> None:
     """Bit for bit, on three ranks."""
     recipe = Recipe.of(net, SGD)
     assert_equal(on_threads(3, recipe, How(strategy)), one_by_one(recipe, 3), strategy)
-
-
-# --- an optimizer made before the model was sharded ------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_made_before_shard_trains(strategy: str) -> None:
-    """FSDP2: says nothing, and training silently changes nothing: it replaced the parameters.
-
-    Here the parameters are the objects that the optimizer holds.
-    """
-    recipe = Recipe(nets.decoder, nets.decoder_batch, SGD)
-    plain = one_by_one(recipe, 2)
-
-    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
-        optimizer = SGD(model.parameters())
-        sw.shard(model, strategy, comm=comm)
-        for step in range(recipe.steps):
-            for batch in recipe.batches(step, comm.rank):
-                train(model, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.state_dict()
-
-    for state in on_ranks(2, nets.decoder, rank):
-        assert equal(state, plain.states[0])
-        assert not equal(state, clones(seeded(nets.decoder).state_dict()))
 
 
 # --- past the module's call ------------------------------------------------------------------
@@ -161,67 +133,6 @@ def test_a_layers_weight_outside_its_forward_is_an_error_that_names_it(grad: boo
 
     rows = [shape[0] for shape in on_ranks(3, nets.decoder, rank)]
     assert 0 in rows
-
-
-# --- a submodule before the root -------------------------------------------------------------
-
-
-def test_a_submodule_may_be_called_before_the_root() -> None:
-    """FSDP2: its state has been lazily initialised for that module, which then was not the root.
-
-    Here nothing is initialised lazily: a unit gathers for whoever calls it.
-    """
-    x = nets.numbers(0, (2, 3, 16))
-    batch = nets.decoder_batch(0, 2)
-
-    def step(model: nn.Module, _: Batch) -> None:
-        model.get_submodule("blocks.1")(x).square().mean().backward()
-        train(model, batch)
-
-    truth = averaged(seeded(nets.decoder), step, [batch, batch])
-
-    def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
-        sw.shard(model, strategy, comm=comm)
-        with torch.no_grad():
-            assert model.get_submodule("blocks.0")(x).shape == x.shape
-        for _ in range(2):
-            step(model, batch)
-            assert_gradients(model, truth)
-            model.zero_grad()
-
-    for strategy in STRATEGIES:
-        on_ranks(2, nets.decoder, lambda comm, model: rank(comm, model, strategy))  # noqa: B023
-
-
-# --- dtypes ----------------------------------------------------------------------------------
-
-
-class Mixed(nn.Module):
-    """One layer in each dtype, as where a state space model keeps some parameters wide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(6, 6), nn.Linear(6, 6).bfloat16()
-        self.widest = nn.Parameter(torch.ones(6, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.narrow(self.wide(x).bfloat16()).float()
-        return (x * self.widest).float()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trainable_parameters_of_several_dtypes_may_share_a_unit(strategy: str) -> None:
-    """FSDP2: that it expects a uniform original parameter dtype, without saying whose is not.
-
-    Here a unit has a bucket for each dtype, and each parameter is trained in its own.
-    """
-    assert_trains_as_plain(Net(Mixed, pairs(6)), strategy)
-    sharded = sw.shard(Mixed())
-    assert [bucket.dtypes.stored for bucket in sharded.buckets] == [
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-    ]
 
 
 # --- shapes and strides ----------------------------------------------------------------------
@@ -357,54 +268,9 @@ def test_autograd_grad_of_parameters_has_a_sentence_of_its_own(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_autograd_grad_of_inputs_is_no_misuse(strategy: str) -> None:
-    """Saliency, adversarial examples: the inputs are this rank's own."""
-    build, batch = nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch
-
-    def slope(model: nn.Module, number: int) -> Tensor:
-        x = batch(number, 2)[0].requires_grad_()
-        (found,) = torch.autograd.grad(model(x).square().sum(), x)
-        return found
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, strategy, comm=comm)
-        for _ in range(2):
-            assert torch.equal(slope(model, comm.rank), slope(seeded_plain, comm.rank))
-            train(model, batch(comm.rank, 2))
-            assert_gradients(model, truth)
-            model.zero_grad()
-
-    seeded_plain = seeded(build)
-    truth = averaged(seeded(build), train, [batch(rank, 2) for rank in range(2)])
-    on_ranks(2, build, rank)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_rank_alone_may_ask_for_no_gradient_that_many_may_not(strategy: str) -> None:
     model = seeded(nets.decoder)
     sw.shard(model, strategy)
     value, params = nets.loss(model, nets.decoder_batch(0, 2)), list(model.parameters())
     text = said(sw.ShardUseError, lambda: torch.autograd.grad(value, params))
     assert text.startswith("torch.autograd.grad was called for the gradient of parameter")
-
-
-# --- copies ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_deep_copy_is_a_plain_whole_model(strategy: str) -> None:
-    """FSDP2: an AssertionError without a message.
-
-    Here it is a collective, like ``state_dict()``, and gives a model that knows of no ranks.
-    """
-    plain = seeded(nets.tied_decoder)
-    batch = nets.tied_decoder_batch(0, 2)
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, strategy, comm=comm)
-        copied = copy.deepcopy(model)
-        assert equal(copied.state_dict(), clones(plain.state_dict()))
-        assert torch.equal(nets.loss(copied, batch), nets.loss(plain, batch))
-        assert torch.equal(nets.loss(model, batch), nets.loss(plain, batch))
-
-    on_ranks(2, nets.tied_decoder, rank)

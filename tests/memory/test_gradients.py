@@ -28,8 +28,6 @@ from tests.nets import (
     loss,
     numbers,
     tokens,
-    unused_expert,
-    unused_expert_batch,
 )
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_threads
@@ -66,24 +64,6 @@ def test_a_gradient_that_is_there_is_set_aside_and_added_to(strategy: str, world
     run_threads(world, rank)
 
 
-def test_the_backward_pass_does_not_see_the_shards_gradient() -> None:
-    """Autograd would refuse to add a whole gradient to one of the shard's shape."""
-    models = [nn.Linear(5, 3), nn.Linear(5, 3)]
-
-    def rank(comm: Comm) -> None:
-        model = models[comm.rank]
-        sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
-        seen: list[Tensor | None] = []
-        model.weight.register_hook(lambda grad: seen.append(model.weight.grad))
-        for _ in range(2):
-            model(numbers(0, (2, 5))).sum().backward()
-            assert model.weight.grad is not None
-            assert model.weight.grad.shape == model.weight.shape
-        assert seen == [None, None]
-
-    run_threads(2, rank)
-
-
 def test_a_gradient_from_before_shard_is_cut_and_kept() -> None:
     models = [nn.Linear(5, 3), nn.Linear(5, 3)]
     for model in models:
@@ -99,17 +79,6 @@ def test_a_gradient_from_before_shard_is_cut_and_kept() -> None:
         assert torch.equal(model.weight.grad, sharding.cut(whole, model.weight.shape))
 
     run_threads(2, rank)
-
-
-def test_zeroed_gradients_stay_tensors_and_are_added_to() -> None:
-    """``zero_grad(set_to_none=False)`` keeps the memory."""
-
-    def step(model: nn.Module, batch: Batch) -> None:
-        train(model, batch)
-        model.zero_grad(set_to_none=False)
-        train(model, batch)
-
-    play(decoder(), [step] * 2, [decoder_batch(rank, 2) for rank in range(2)])
 
 
 # ---- one pass ----------------------------------------------------------------------------------
@@ -236,20 +205,6 @@ def test_expanded_and_transposed_gradients_are_laid_out_like_their_parameters() 
     play(nn.Linear(5, 3), [step] * 2, [(numbers(rank, (2, 5)),) for rank in range(2)])
 
 
-def test_parameters_that_no_rank_uses_have_no_gradient_whatever_was_allocated() -> None:
-    models = [unused_expert(), unused_expert()]
-
-    def rank(comm: Comm) -> list[str]:
-        sharded = sw.shard(models[comm.rank], comm=Watched(comm, dirty=True))
-        train(sharded.model, unused_expert_batch(comm.rank, 2))
-        return [name for name, p in sharded.model.named_parameters() if p.grad is None]
-
-    names = run_threads(2, rank)
-    assert names[0] == names[1]
-    assert len(names[0]) == 8
-    assert all(".experts.3." in name for name in names[0])
-
-
 # ---- accumulation ------------------------------------------------------------------------------
 
 
@@ -324,24 +279,6 @@ def test_reducing_every_micro_batch_gives_the_same_gradient_for_less_memory(stra
     run_threads(2, rank)
 
 
-def test_reductions_per_step_are_one_when_accumulating_and_one_each_otherwise() -> None:
-    models = [decoder(), decoder()]
-
-    def rank(comm: Comm) -> list[int]:
-        sharded = sw.shard(models[comm.rank], comm=comm)
-        counts = []
-        for syncs in (False, True):
-            comm.counters.reset()
-            for number, batch in enumerate(parts(comm.rank), start=1):
-                with sharded.accumulate(last=syncs or number == 3):
-                    loss(sharded.model, batch).backward()
-            counts.append(comm.counters.calls["reduce"])
-        return counts
-
-    for counts in run_threads(2, rank):
-        assert counts == [5, 15]
-
-
 NoSync = Callable[[], AbstractContextManager[None]]
 
 
@@ -390,23 +327,6 @@ def test_what_zero_grad_takes_from_an_accumulation_is_gone(
     def step(model: nn.Module, batch: Batch, no_sync: NoSync) -> None:
         with no_sync():
             (loss(model, batch) * 1000).backward()
-        throw_away(model)
-        train(model, batch)
-
-    assert_averages_plain_gradients(step, strategy)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("throw_away", [by_model, by_hand, to_zero])
-def test_so_is_what_it_takes_from_a_mean_beside_it(
-    throw_away: Callable[[nn.Module], None], strategy: str
-) -> None:
-    """One micro-batch was averaged already, the next one was not."""
-
-    def step(model: nn.Module, batch: Batch, no_sync: NoSync) -> None:
-        (loss(model, batch) * 1000).backward()
-        with no_sync():
-            (loss(model, batch) * 100).backward()
         throw_away(model)
         train(model, batch)
 
@@ -511,19 +431,6 @@ def test_a_backward_pass_that_meets_no_unit_adds_to_an_accumulation() -> None:
         torch.testing.assert_close(param.grad, whole.grad)
 
 
-def test_an_optimizer_steps_over_nothing_once_the_accumulation_is_thrown_away() -> None:
-    model = decoder()
-    sharded = sw.shard(model, comm=LocalComm())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = deepcopy(model.state_dict())
-    with sharded.no_sync():
-        train(model, decoder_batch(0, 2))
-    optimizer.zero_grad()
-    optimizer.step()
-    assert all(map(torch.equal, model.state_dict().values(), before.values()))
-    assert_at_rest(sharded)
-
-
 def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:
     model = decoder()
     sharded = sw.shard(model, comm=LocalComm())
@@ -541,16 +448,6 @@ def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:
     sharded.drop_gradients()
     assert_at_rest(sharded)
     assert_gradients(model, kept)
-
-
-def test_an_optimizer_may_not_step_over_gradients_that_were_never_reduced() -> None:
-    model = decoder()
-    sharded = sw.shard(model, comm=LocalComm())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with sharded.accumulate(last=False):
-        train(model, decoder_batch(0, 2))
-    with pytest.raises(sw.ShardwiseError, match=r"never reduced.*accumulate\(last=True\)"):
-        optimizer.step()
 
 
 def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> None:

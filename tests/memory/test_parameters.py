@@ -26,7 +26,7 @@ from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.plan.schedule.events import Event, Op
 from tests.copies import local
 from tests.fake import FakeComm
-from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
+from tests.nets import NETS, Net, decoder, decoder_batch, loss, numbers
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, assert_at_rest, play, train
 from tests.watched import Late, Watched
@@ -68,32 +68,6 @@ def test_parameters_keep_identity_names_and_attributes(net: Net, strategy: str) 
     run_threads(2, rank)
 
 
-def test_a_hook_on_a_parameter_goes_on_seeing_whole_gradients() -> None:
-    models = [nn.Linear(5, 3), nn.Linear(5, 3)]
-    seen: list[torch.Size] = []
-    for model in models:
-        model.weight.register_hook(lambda grad: seen.append(grad.shape))
-
-    def rank(comm: Comm) -> None:
-        sw.shard(models[comm.rank], comm=comm)
-        for _ in range(2):
-            train(models[comm.rank], (numbers(0, (2, 5)), numbers(1, (2, 3))))
-
-    run_threads(2, rank)
-    assert seen == [torch.Size([3, 5])] * 4
-
-
-def test_a_hook_may_change_a_gradient_before_it_is_averaged() -> None:
-    def step(model: nn.Module, batch: Batch) -> None:
-        assert isinstance(model, nn.Linear)
-        handle = model.weight.register_hook(lambda grad: grad * 3)
-        train(model, batch)
-        handle.remove()
-
-    batches = [(numbers(rank, (2, 5)), numbers(9, (2, 3))) for rank in range(2)]
-    play(nn.Linear(5, 3), [step, step], batches)
-
-
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_at_rest_a_parameter_is_the_shard_and_gathered_a_view_of_the_full_bucket(
     strategy: str,
@@ -129,14 +103,6 @@ def test_at_rest_a_parameter_is_the_shard_and_gathered_a_view_of_the_full_bucket
     assert run_threads(2, rank) == [1 + 3 * 13] * 2
 
 
-def test_rows_stay_rows_so_that_rules_about_dimensions_hold_on_shards() -> None:
-    model = decoder()
-    shapes = {name: param.shape for name, param in model.named_parameters()}
-    sw.shard(model, comm=LocalComm())
-    for name, param in model.named_parameters():
-        assert param.ndim == len(shapes[name])
-
-
 # ---- one storage for life ----------------------------------------------------------------------
 
 
@@ -168,27 +134,6 @@ class Doubled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight.view(-1)
-
-
-def test_saved_views_show_new_values_after_the_optimizer_has_stepped() -> None:
-    """The gradient of the input is the weight as it was gathered last."""
-    models = [nn.Sequential(nn.Linear(12, 12), Doubled()) for _ in range(2)]
-
-    def rank(comm: Comm) -> None:
-        model = models[comm.rank]
-        sharded = sw.shard(model, wrap=sw.wrap.by_class(Doubled, nn.Linear), comm=comm)
-        optimizer = torch.optim.SGD([{"params": list(model[1].parameters()), "lr": 0.5}])
-        for _ in range(3):
-            x = torch.ones(1, 12, requires_grad=True)
-            model[1](x).sum().backward()
-            with sharded.full_params():
-                expected = model[1].get_parameter("weight").detach().view(1, -1).clone()
-            assert x.grad is not None
-            assert torch.equal(x.grad, expected)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run_threads(2, rank)
 
 
 def test_a_view_that_was_saved_before_a_change_of_the_shard_sees_the_change_not_stale_memory() -> (
@@ -294,28 +239,6 @@ def test_at_every_moment_the_full_buckets_weigh_what_the_schedule_says(strategy:
     assert (peak < whole) == (strategy == "full_shard")
 
 
-def test_at_rest_a_rank_holds_one_part_of_the_parameters() -> None:
-    models = [decoder() for _ in range(3)]
-    whole = sum(param.numel() for param in models[0].parameters())
-
-    def rank(comm: Comm) -> int:
-        watched = Watched(comm)
-        sharded = sw.shard(models[comm.rank], comm=watched)
-        train(sharded.model, decoder_batch(comm.rank, 2))
-        sharded.model.zero_grad()
-        assert watched.flying == 0
-        return sum(memory.untyped_storage().nbytes() for memory in kept(watched, sharded))
-
-    for nbytes in run_threads(3, rank):
-        assert whole * 4 / 3 <= nbytes <= whole * 4 / 3 * 1.02 + 128 * 3
-
-
-def kept(watched: Watched, sharded: sw.Sharded) -> list[Tensor]:
-    """What was allocated and still belongs to a bucket."""
-    homes = {storage(t) for bucket in sharded.buckets for t in (bucket.full, bucket.shard)}
-    return [memory for memory in watched.allocated if storage(memory) in homes]
-
-
 # ---- bytes that are copied ---------------------------------------------------------------------
 
 
@@ -413,36 +336,6 @@ def test_padding_stays_zero(net: Net, strategy: str) -> None:
         return sum(bucket.layout.padding for bucket in sharded.buckets)
 
     assert all(padding > 0 for padding in run_threads(3, rank))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_frozen_parameters_have_no_gradient_bucket_and_are_never_reduced(strategy: str) -> None:
-    from tests.nets import mostly_frozen, mostly_frozen_batch
-
-    models = [mostly_frozen(), mostly_frozen()]
-
-    def rank(comm: Comm) -> None:
-        watched = Watched(comm)
-        sharded = sw.shard(models[comm.rank], strategy, comm=watched)
-        frozen = [bucket for bucket in sharded.buckets if not bucket.trainable]
-        trainable = [bucket for bucket in sharded.buckets if bucket.trainable]
-        watched.log.clear()
-        comm.counters.reset()
-        sharded.runtime.listeners.append(
-            lambda event: all_none([bucket.gradients.full for bucket in frozen])
-        )
-        train(sharded.model, mostly_frozen_batch(comm.rank, 2))
-        reduced = [line for line in watched.log if line.startswith("reduce")]
-        assert reduced == [f"reduce {bucket.unit}" for bucket in reversed(trainable)]
-        assert comm.counters.bytes_sent["reduce"] == sum(
-            bucket.spec.piece_numel * 4 for bucket in trainable
-        )
-
-    run_threads(2, rank)
-
-
-def all_none(values: list[Tensor | None]) -> None:
-    assert values == [None] * len(values)
 
 
 class Mixed(nn.Module):

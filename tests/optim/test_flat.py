@@ -12,7 +12,7 @@ import io
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf, isnan
+from math import isnan
 from typing import Any
 
 import pytest
@@ -24,7 +24,6 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.optim import fused
-from shardwise.optim.flat_state import FlatGradient, FlatState
 from shardwise.torch_internals import fused_adamw_
 from tests import nets
 from tests.copies import assert_near, clones, equal, local, on_ranks, said
@@ -37,10 +36,6 @@ ODD = Net(nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch)
 EXPERTS = Net(nets.unused_expert, nets.unused_expert_batch)
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}
 OTHER: dict[str, Any] = {"lr": 0.02, "eps": 1e-3}
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "AdamW": (sw.optim.AdamW, torch.optim.AdamW, ADAMW),
-}
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @dataclass(frozen=True)
@@ -57,14 +52,13 @@ class Twin:
         self.optimizer.zero_grad()
 
 
-def twins(comm: Comm, model: nn.Module, kind: str = "AdamW", **options: Any) -> tuple[Twin, Twin]:
+def twins(comm: Comm, model: nn.Module) -> tuple[Twin, Twin]:
     """A flat one and one of torch, with the same values."""
-    ours, theirs, defaults = KINDS[kind]
     other = copy.deepcopy(model)
     flat, plain = sw.shard(model, comm=comm), sw.shard(other, comm=comm)
     return (
-        Twin(model, flat, ours(flat, **{**defaults, **options})),
-        Twin(other, plain, theirs(other.parameters(), **{**defaults, **options})),
+        Twin(model, flat, sw.optim.AdamW(flat, **ADAMW)),
+        Twin(other, plain, torch.optim.AdamW(other.parameters(), **ADAMW)),
     )
 
 
@@ -75,19 +69,17 @@ def assert_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None
 # ---- the same bits in every strategy ---------------------------------------------------------
 
 
-@kinds
 @pytest.mark.parametrize("other", STRATEGIES[:-1])
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("net", NETS, ids=str)
-def test_every_strategy_gives_the_same_bits(net: Net, world: int, other: str, kind: str) -> None:
+def test_every_strategy_gives_the_same_bits(net: Net, world: int, other: str) -> None:
     """With clipping, weight decay, parameters in groups and accumulation."""
-    ours, _, options = KINDS[kind]
 
     def rank(comm: Comm, model: nn.Module, strategy: str) -> tuple[dict[str, Tensor], float]:
         sharded = sw.shard(model, strategy, comm=comm)
         trained = [param for param in model.parameters() if param.requires_grad]
         groups = [{"params": trained[::3], "weight_decay": 0.0}, {"params": ".*"}]
-        optimizer = ours(sharded, groups, max_norm=0.05, **options)
+        optimizer = sw.optim.AdamW(sharded, groups, max_norm=0.05, **ADAMW)
         for step in range(3):
             for micro in range(2):
                 with sharded.accumulate(last=micro == 1):
@@ -96,6 +88,7 @@ def test_every_strategy_gives_the_same_bits(net: Net, world: int, other: str, ki
             optimizer.zero_grad()
         params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         state = {name: v for name, v in model.state_dict().items() if name in params}
+        assert optimizer.norm is not None
         return clones(state), optimizer.norm.item()
 
     runs = [
@@ -108,37 +101,14 @@ def test_every_strategy_gives_the_same_bits(net: Net, world: int, other: str, ki
         assert norm == runs[0][1] > 0.05
 
 
-def test_padding_stays_zero() -> None:
-    def rank(comm: Comm, model: nn.Module, kind: str) -> int:
-        sharded = sw.shard(model, comm=comm)
-        ours, _, options = KINDS[kind]
-        twin = Twin(model, sharded, ours(sharded, max_norm=0.1, **options))
-        for step in range(3):
-            twin.step(ODD.batch(step, 2))
-        padding = 0
-        for bucket in sharded.buckets:
-            outside = bucket.shard.clone()
-            for view in bucket.spec.rest_views(outside):
-                view.zero_()
-            assert not outside.any()
-            padding += bucket.layout.padding
-        return padding
-
-    for kind in KINDS:
-        assert min(on_ranks(3, ODD.build, lambda c, m: rank(c, m, kind))) > 0  # noqa: B023
-
-
 # ---- gradients: absent, replaced, clipped ------------------------------------------------------
 
 
-@kinds
-def test_a_parameter_without_a_gradient_is_left_alone_and_its_steps_are_not_counted(
-    kind: str,
-) -> None:
+def test_a_parameter_without_a_gradient_is_left_alone_and_its_steps_are_not_counted() -> None:
     """An expert that nobody reaches has none, and here every third parameter in turn has none."""
 
     def rank(comm: Comm, model: nn.Module) -> None:
-        flat, plain = twins(comm, model, kind)
+        flat, plain = twins(comm, model)
         for step in range(4):
             for twin in (flat, plain):
                 train(twin.model, EXPERTS.batch(comm.rank + 10 * step, 2))
@@ -185,39 +155,15 @@ def test_gradients_that_the_user_put_in_place_are_used_and_clipped(max_norm: flo
         on_ranks(2, DECODER.build, lambda c, m: rank(c, m, strategy))  # noqa: B023
 
 
-def test_the_engines_own_gradients_are_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[FlatGradient]()
-
-    flat_gradient = FlatState.flat_gradient
-
-    def spy(*args: Any) -> FlatGradient:
-        seen.append(flat_gradient(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(FlatState, "flat_gradient", spy)
-
-    def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
-        sharded = sw.shard(model, strategy, comm=comm)
-        twin = Twin(model, sharded, sw.optim.AdamW(sharded))
-        for step in range(2):
-            twin.step(DECODER.batch(step, 2))
-
-    for strategy in STRATEGIES:
-        on_ranks(3, DECODER.build, lambda c, m: rank(c, m, strategy))  # noqa: B023
-    assert len(seen) >= 4 * 3 * 2
-    assert all(found.copied == () for found in seen)
-
-
-@kinds
 @pytest.mark.parametrize("max_norm", [0.05, pytest.param(1e6, marks=pytest.mark.prove)])
-def test_it_clips_as_clip_grad_norm_before_torchs_step(kind: str, max_norm: float) -> None:
+def test_it_clips_as_clip_grad_norm_before_torchs_step(max_norm: float) -> None:
     """And ``.grad`` is clipped afterwards, with one collective, or none where all have all."""
 
     def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
-        ours, theirs, options = KINDS[kind]
         other = copy.deepcopy(model)
         flat, plain = (sw.shard(net, strategy, comm=comm) for net in (model, other))
-        one, two = ours(flat, max_norm=max_norm, **options), theirs(other.parameters(), **options)
+        one = sw.optim.AdamW(flat, max_norm=max_norm, **ADAMW)
+        two = torch.optim.AdamW(other.parameters(), **ADAMW)
         assert one.norm is None
         for step in range(3):
             for net in (model, other):
@@ -243,19 +189,6 @@ def test_it_clips_as_clip_grad_norm_before_torchs_step(kind: str, max_norm: floa
         on_ranks(world, DECODER.build, lambda c, m: rank(c, m, strategy))  # noqa: B023
 
 
-def test_without_a_largest_norm_a_step_has_no_collective() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        optimizer = sw.optim.AdamW(sharded)
-        train(model, DECODER.batch(comm.rank, 2))
-        comm.counters.reset()
-        optimizer.step()
-        assert comm.counters.calls == {}
-        assert optimizer.norm is None
-
-    on_ranks(3, DECODER.build, rank)
-
-
 def test_a_gradient_that_is_not_finite_is_seen_in_the_norm_of_every_rank() -> None:
     def rank(comm: Comm, model: nn.Module) -> float:
         sharded = sw.shard(model, comm=comm)
@@ -273,19 +206,6 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_norm_of_every_rank() -> No
         return optimizer.norm.item()
 
     assert all(map(isnan, on_ranks(3, DECODER.build, rank)))
-
-
-def test_without_gradients_a_step_does_nothing() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        before = clones(model.state_dict())
-        optimizer = sw.optim.AdamW(sharded, max_norm=inf)
-        optimizer.step()
-        assert optimizer.norm == 0
-        assert equal(clones(model.state_dict()), before)
-        assert len(optimizer.state) == 0
-
-    on_ranks(2, DECODER.build, rank)
 
 
 # ---- one call, and no Python for each parameter ------------------------------------------------
@@ -337,22 +257,6 @@ def test_a_step_that_changed_nothing_is_not_decided_again(monkeypatch: pytest.Mo
 # ---- values that the user puts in place --------------------------------------------------------
 
 
-def test_values_put_in_place_of_a_shard_are_updated() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        flat, plain = twins(comm, model)
-        for twin in (flat, plain):
-            train(twin.model, DECODER.batch(comm.rank, 2))
-            for name, param in twin.model.named_parameters():
-                if "mlp" in name:
-                    param.data = param.detach() * 0.5
-            twin.optimizer.step()
-            twin.optimizer.zero_grad()
-            twin.step(DECODER.batch(9, 2))
-        assert_alike(clones(flat.model.state_dict()), clones(plain.model.state_dict()))
-
-    on_ranks(2, DECODER.build, rank)
-
-
 def test_a_graph_that_saved_a_parameter_hears_of_the_update() -> None:
     """As with torch's optimizers: else the backward pass would silently use other values."""
     model = nets.decoder()
@@ -386,13 +290,10 @@ def test_gradients_are_zeroed_as_torch_zeroes_them(set_to_none: bool) -> None:
 # ---- state -----------------------------------------------------------------------------------
 
 
-@kinds
-def test_state_survives_its_dict_and_a_file(kind: str) -> None:
-    ours, _, options = KINDS[kind]
-
+def test_state_survives_its_dict_and_a_file() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
-        first = Twin(model, sharded, ours(sharded, **options))
+        first = Twin(model, sharded, sw.optim.AdamW(sharded, **ADAMW))
         for step in range(2):
             first.step(DECODER.batch(step, 2))
         file = io.BytesIO()
@@ -405,7 +306,7 @@ def test_state_survives_its_dict_and_a_file(kind: str) -> None:
         assert saved["param_groups"][0]["param_names"] == [n for n, _ in model.named_parameters()]
         for reloads in (False, True):
             model.load_state_dict(start)
-            second = Twin(model, sharded, ours(sharded, lr=0.7))
+            second = Twin(model, sharded, sw.optim.AdamW(sharded, lr=0.7))
             if reloads:  # over state of its own
                 second.step(DECODER.batch(3, 2))
                 model.load_state_dict(start)
@@ -414,22 +315,6 @@ def test_state_survives_its_dict_and_a_file(kind: str) -> None:
             assert equal(clones(model.state_dict()), end)
 
     on_ranks(3, DECODER.build, rank)
-
-
-@kinds
-def test_state_goes_to_torchs_optimizer_and_comes_from_it(kind: str) -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        flat, plain = twins(comm, model, kind)
-        for twin in (flat, plain):
-            twin.step(DECODER.batch(comm.rank, 2))
-        states = [copy.deepcopy(twin.optimizer.state_dict()) for twin in (flat, plain)]
-        flat.optimizer.load_state_dict(states[1])
-        plain.optimizer.load_state_dict(states[0])
-        for twin in (flat, plain):
-            twin.step(DECODER.batch(comm.rank + 9, 2))
-        assert_alike(clones(flat.model.state_dict()), clones(plain.model.state_dict()))
-
-    on_ranks(2, DECODER.build, rank)
 
 
 def test_state_of_the_whole_parameters_is_cut() -> None:
@@ -501,15 +386,12 @@ def each_with_other_tensors(optimizer: Optimizer) -> None:
             state[name] = torch.zeros_like(state[name])
 
 
-@kinds
 @pytest.mark.parametrize(
     "reset", [cleared, put_anew, each_cleared, each_put_anew, each_with_other_tensors]
 )
-def test_state_that_is_thrown_away_begins_anew(
-    kind: str, reset: Callable[[Optimizer], None]
-) -> None:
+def test_state_that_is_thrown_away_begins_anew(reset: Callable[[Optimizer], None]) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
-        flat, plain = twins(comm, model, kind)
+        flat, plain = twins(comm, model)
         for twin in (flat, plain):
             for step in range(2):
                 twin.step(DECODER.batch(step, 2))
@@ -577,24 +459,9 @@ def test_optimizers_that_share_a_model_hold_state_for_their_own_parameters_only(
     on_ranks(2, DECODER.build, rank)
 
 
-def test_frozen_parameters_and_their_buckets_are_left_alone() -> None:
+def test_it_goes_on_after_a_new_layout() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         flat, plain = twins(comm, model)
-        before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-        for step in range(3):
-            for twin in (flat, plain):
-                twin.step(nets.mostly_frozen_batch(comm.rank + 10 * step, 2))
-        assert_alike(clones(flat.model.state_dict()), clones(plain.model.state_dict()))
-        assert all(torch.equal(model.get_parameter(n).detach(), v) for n, v in before.items())
-        assert all(param.requires_grad for param in flat.optimizer.state)
-
-    on_ranks(3, nets.mostly_frozen, rank)
-
-
-@kinds
-def test_it_goes_on_after_a_new_layout(kind: str) -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        flat, plain = twins(comm, model, kind)
         for twin in (flat, plain):
             for step in range(2):
                 twin.step(DECODER.batch(comm.rank + 10 * step, 2))
@@ -611,12 +478,9 @@ def test_it_goes_on_after_a_new_layout(kind: str) -> None:
     on_ranks(3, DECODER.build, rank)
 
 
-@kinds
-def test_after_unshard_it_says_so_and_torchs_goes_on_with_its_state(kind: str) -> None:
-    ours, theirs, options = KINDS[kind]
-
+def test_after_unshard_it_says_so_and_torchs_goes_on_with_its_state() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
-        flat, plain = twins(comm, model, kind)
+        flat, plain = twins(comm, model)
         for twin in (flat, plain):
             for step in range(2):
                 twin.step(DECODER.batch(comm.rank + 10 * step, 2))
@@ -627,17 +491,17 @@ def test_after_unshard_it_says_so_and_torchs_goes_on_with_its_state(kind: str) -
         before = clones(model.state_dict())
         text = said(sw.OptimizerError, flat.optimizer.step)
         assert text.startswith(
-            f"this {kind} updates the 5 buckets of a model that has been unsharded"
+            "this AdamW updates the 5 buckets of a model that has been unsharded"
         )
         said(sw.OptimizerError, lambda: flat.optimizer.load_state_dict(flat.optimizer.state_dict()))
         assert equal(clones(model.state_dict()), before)
-        goes_on = theirs(model.parameters())
+        goes_on = torch.optim.AdamW(model.parameters())
         goes_on.load_state_dict(flat.optimizer.state_dict())
         goes_on.step()
         assert_alike(model.state_dict(), plain.model.state_dict())
         again = sw.shard(model, comm=comm)  # the old one does not take the new shards for its own
         said(sw.OptimizerError, flat.optimizer.step)
-        newer = ours(again, **options)
+        newer = sw.optim.AdamW(again, **ADAMW)
         newer.load_state_dict(goes_on.state_dict())
         Twin(model, again, newer).step(DECODER.batch(8, 2))
 
@@ -648,16 +512,14 @@ def test_after_unshard_it_says_so_and_torchs_goes_on_with_its_state(kind: str) -
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),  # momentum, too
 }
 
 
-@kinds
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_learning_rate_schedules_work(name: str, kind: str) -> None:
+def test_learning_rate_schedules_work(name: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> list[float]:
-        flat, plain = twins(comm, model, kind)
+        flat, plain = twins(comm, model)
         rates = list[list[float]]()
         for twin in (flat, plain):
             schedule = SCHEDULERS[name](twin.optimizer)

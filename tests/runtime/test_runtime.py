@@ -128,19 +128,6 @@ def test_in_every_mode_what_runs_is_what_is_printed(net: Net, strategy: str) -> 
         assert equal == {"train": True, "accumulate": True, "last": True, "forward": True}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("net", NETS, ids=str)
-def test_the_second_step_of_every_model_follows_its_schedule(net: Net, world: int) -> None:
-    batches = [net.batch(10 * rank, 2) for rank in range(world)]
-    taken = play(net.build(), [train, train], batches, strategy="full_shard")
-    assert taken[1].follows
-    assert not taken[1].on_demand
-
-
-def test_sequential_models_follow_their_schedule_from_the_first_step() -> None:
-    assert all(taken.follows for taken in play(Chain(), [train] * 3, BATCHES))
-
-
 def test_calls_that_share_their_input_end_in_one_order_on_every_rank() -> None:
     """Six shells around a layer, all with the same input: the inner one ends first."""
     model: nn.Module = nn.Linear(6, 6)
@@ -342,25 +329,6 @@ def test_what_no_schedule_lists_is_served_every_time(name: str, strategy: str) -
     assert taken[4].follows
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_follows_a_schedule_of_its_own_and_leaves_the_training_one_alone(
-    strategy: str,
-) -> None:
-    models = [Chain() for _ in range(2)]
-
-    def rank(comm: Comm) -> None:
-        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
-        recorder, batch = Recorder(sharded), BATCHES[comm.rank]
-        comm.counters.reset()
-        forward, whole = sharded.schedule_of("forward").events, sharded.schedule.events
-        for _ in range(2):
-            evaluation_before(sharded.model, batch)
-            assert recorder.take() == (*forward, *whole)
-            sharded.model.zero_grad()
-
-    run_threads(2, rank)
-
-
 def test_an_evaluation_inside_the_backward_pass_of_something_else_is_one() -> None:
     sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
     recorder = Recorder(sharded)
@@ -374,16 +342,6 @@ def test_an_evaluation_inside_the_backward_pass_of_something_else_is_one() -> No
     value.sum().backward()
     assert tuple(recorder.events) == sharded.schedule_of("forward").events
     assert_at_rest(sharded)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["evaluation between forward and backward", "a second backward"])
-def test_the_first_backward_pass_goes_on_as_listed(name: str, strategy: str) -> None:
-    """But for what an evaluation has freed, which is gathered again."""
-    taken = play(Chain(), [train, SERVED[name]], BATCHES, strategy=strategy)[1]
-    done = [e for e in taken.done if e.phase is Phase.BACKWARD and e.reason != "on demand"]
-    said = [e for e in taken.said if e.phase is Phase.BACKWARD]
-    assert done[: len(said)] == said
 
 
 class Forces(Chain):
@@ -954,52 +912,6 @@ def test_what_one_rank_alone_called_is_named_with_its_line() -> None:
     assert re.search(f"Look at {text}", str(error.value)), error.value
 
 
-# ---- what was gathered before is old after a step ----------------------------------------------
-
-
-def by_an_optimizer(model: nn.Module) -> None:
-    """After a forward pass whose backward pass never comes."""
-    loss(model, BATCHES[0])
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-
-
-def by_hand(model: nn.Module) -> None:
-    """In the memory of the shard itself, which nobody sees."""
-    for param in model.parameters():
-        local(param.detach()).mul_(2)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "hybrid_full"])
-@pytest.mark.parametrize("write", [by_an_optimizer, by_hand])
-def test_after_a_step_new_values_are_gathered(
-    write: Callable[[nn.Module], None], strategy: str
-) -> None:
-    """Also where what was cast, or joined by copies, is kept between two uses."""
-    hybrid = strategy == "hybrid_full"
-    models = [Chain() for _ in range(4 if hybrid else 2)]
-
-    def rank(comm: Comm) -> None:
-        options: dict[str, Any] = {
-            "precision": sw.Precision(param_dtype=torch.bfloat16),
-            "comm": comm,
-        }
-        options |= {"mesh": (2, 2)} if hybrid else {}
-        model = models[comm.rank]
-        sharded = sw.shard(model, strategy, **options)
-        before = model(BATCHES[0][0]).detach()
-        train(model, BATCHES[0])
-        write(model)
-        if write is by_an_optimizer and strategy == "shard_grad_op":
-            assert_at_rest(sharded)
-        found = model(BATCHES[0][0]).detach()
-        again = deepcopy(model)
-        sw.shard(again, strategy, **options)
-        assert torch.equal(found, again(BATCHES[0][0]))
-        assert not torch.equal(found, before)
-
-    run_threads(len(models), rank)
-
-
 # ---- parameters that are not used --------------------------------------------------------------
 
 
@@ -1034,27 +946,6 @@ def test_a_parameter_used_on_one_rank_only_is_averaged_with_zeros_and_on_none_st
     assert truth["never.weight"] is None
     assert (truth["extra.weight"] is None) == (max(signs) < 0)
     play(model, [train] * 2, batches, strategy=strategy, wrap=sw.wrap.whole())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_skips_parameters_without_a_gradient(strategy: str) -> None:
-    """Weight decay would move them, if they had a gradient of zeros."""
-    models = [Choosy()]
-    models.append(deepcopy(models[0]))
-    before = models[0].never.weight.detach().clone()
-
-    def rank(comm: Comm) -> Tensor:
-        sharded = sw.shard(models[comm.rank], strategy, comm=comm)
-        optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=0.1, weight_decay=0.5)
-        for _ in range(2):
-            train(sharded.model, signed(BATCHES[comm.rank], -1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        after: Tensor = sharded.model.state_dict()["never.weight"]
-        return after
-
-    for after in run_threads(2, rank):
-        assert torch.equal(after, before)
 
 
 # ---- gathers in flight, and when ---------------------------------------------------------------
@@ -1096,11 +987,6 @@ def tell(say: Callable[[], None], module: nn.Module, args: object, out: Tensor) 
 def test_never_are_more_gathers_in_flight_than_the_limit(limit: int) -> None:
     most, _, _ = watched_step(sw.Prefetch(forward=10**9, backward=10**9, limit=limit))
     assert most == limit
-
-
-def test_without_prefetch_one_gather_is_in_flight() -> None:
-    most, _, _ = watched_step(sw.Prefetch(forward=0, backward=0))
-    assert most == 1
 
 
 def backward_of(log: list[str]) -> list[str]:
@@ -1162,24 +1048,6 @@ def test_collectives_are_issued_as_the_schedule_lists_them(strategy: str, when: 
 
 
 # ---- ranks that take different branches ----------------------------------------------------------
-
-
-# torch says so where it silences the second of two errors.
-@pytest.mark.filterwarnings("ignore:module forward hook")
-def test_ranks_that_take_different_branches_end_in_an_error_that_names_ranks_and_units() -> None:
-    models = [Chain(), Chain()]
-    models[1].path = (0, 2)
-
-    def rank(comm: Comm) -> None:
-        sharded = sw.shard(models[comm.rank], comm=comm)
-        for _ in range(3):
-            train(sharded.model, BATCHES[comm.rank])
-
-    with pytest.raises(sw.RanksDisagree) as error:
-        run_threads(2, rank)
-    assert "rank 0" in str(error.value)
-    assert "rank 1" in str(error.value)
-    assert "layers." in str(error.value)
 
 
 PATHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
