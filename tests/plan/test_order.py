@@ -72,10 +72,6 @@ def test_backward_enters_what_forward_left_and_leaves_what_it_entered() -> None:
     assert {cue.phase for cue in mirror(forward)} == {Phase.BACKWARD}
 
 
-def test_of_nothing_the_mirror_is_nothing() -> None:
-    assert mirror(()) == ()
-
-
 # ---- the rehearsal -------------------------------------------------------------------------------
 
 
@@ -99,22 +95,6 @@ def test_a_rehearsal_sees_the_forward_order_of_a_real_step(net: Net) -> None:
     model, batch = net.build(), net.batch(0, 2)
     rehearsed = rehearse(model, choose_units(model), batch[:-1], {})
     assert rehearsed.forward == recorded(model, batch).forward
-
-
-@pytest.mark.parametrize("net", VALUE_FREE, ids=str)
-def test_a_rehearsal_leaves_every_value_where_it_was(net: Net) -> None:
-    model = net.build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    rehearse(model, choose_units(model), net.batch(0, 2)[:-1], {})
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("build", [decoder, tied_decoder, encoder_decoder])
-def test_and_its_mirror_is_the_backward_order_of_a_real_step(build: Any) -> None:
-    [net] = [net for net in NETS if net.build is build]
-    model, batch = build(), net.batch(0, 2)
-    rehearsed = rehearse(model, choose_units(model), batch[:-1], {})
-    assert read(rehearsed.backward) == read(recorded(model, batch).backward)
 
 
 class Backwards(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.plan.layout.layout import Layout, Slot, chunk_rows
+from shardwise.plan.layout.layout import Slot, chunk_rows
 from shardwise.plan.layout.solver import solve
 from tests.plan.layout.slots import Shape, specs
 
@@ -39,12 +39,6 @@ def test_slots_start_aligned_and_the_rest_of_a_step_is_padding() -> None:
     assert str(layout).endswith("| b0 b1 b2 ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·")
 
 
-def test_slots_change_places_if_that_makes_shards_smaller() -> None:
-    layout = solve(specs((2, 3), (1,), (1,)), world=2, align=1)
-    assert [slot.name for slot in layout.slots] == ["p1", "p0", "p2"]
-    assert str(layout).endswith("a0 b0 b1 b2 | b3 b4 b5 c0")
-
-
 def test_rows_are_given_up_where_keeping_them_would_pad_too_much() -> None:
     layout = solve(specs((2, 5), (4, 1)), world=7, align=1, slack=0)
     assert [slot.atom for slot in layout.slots] == [1, 1]
@@ -52,12 +46,6 @@ def test_rows_are_given_up_where_keeping_them_would_pad_too_much() -> None:
         (0, 1)
     ]
     assert "2, 2, 2, 2, 2 elements" in str(layout)
-
-
-def test_rows_are_given_up_on_the_slots_with_the_fewest_elements() -> None:
-    layout = solve(specs((16, 64), (70, 16), (7, 16)), world=64, slack=0, align=16)
-    kept = {slot.shape: slot.keeps_rows for slot in layout.slots}
-    assert kept == {(16, 64): False, (70, 16): True, (7, 16): True}
 
 
 def test_a_big_bucket_is_a_table_without_a_drawing() -> None:
@@ -107,27 +95,12 @@ def test_a_rank_in_the_middle_of_a_slot_whose_rows_are_cut_has_a_part_of_it() ->
     assert [layout.shard_shape(layout.slots[0], rank) for rank in range(3)] == [(4, 1)] * 3
 
 
-def test_a_rank_may_own_no_rows() -> None:
-    layout = solve([Slot("weight", (2, 16))], world=3)
-    assert [layout.shard_shape(layout.slots[0], rank) for rank in range(3)] == [
-        (1, 16),
-        (1, 16),
-        (0, 16),
-    ]
-
-
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (2, 0, 5)])
 def test_a_parameter_without_elements_keeps_its_shape_everywhere(shape: Shape) -> None:
     for layout in (solve(specs(shape, (5,)), world=2), chunk_rows(Slot("p0", shape), world=2)):
         slot = layout.by_name["p0"]
         assert [layout.shard_shape(slot, rank) for rank in range(2)] == [shape] * 2
         assert list(layout.owners(slot)) == []
-
-
-def test_a_bucket_of_nothing_takes_no_memory() -> None:
-    assert solve([], world=4) == Layout((), 4, 0)
-    assert solve(specs((0, 3)), world=4).numel == 0
-    assert str(solve([], world=4)).startswith("4 shards of 0, padding 0")
 
 
 @pytest.mark.parametrize("shapes", [[(3, 5), (7,), (), (2, 2, 9)], [(1,)] * 40, [(1000, 3)]])
@@ -147,14 +120,6 @@ def test_a_given_atom_is_never_given_up_however_much_padding_it_costs() -> None:
     assert len(layout.owners(layout.by_name["codes"])) == 2
 
 
-def test_a_given_atom_need_not_divide_the_rows_or_the_parameter() -> None:
-    layout = solve([Slot("codes", (10, 50), atom=64)], world=3)
-    slot = layout.by_name["codes"]
-    assert layout.shard_numel == 192
-    assert [layout.owned(slot, rank) for rank in range(3)] == [(0, 192), (192, 384), (384, 500)]
-    assert layout.shard_shape(slot, 2) == (116, 1)
-
-
 def test_a_given_atom_of_whole_rows_keeps_rows() -> None:
     layout = solve([Slot("codes", (12, 16), atom=32)], world=4)
     slot = layout.by_name["codes"]
@@ -163,13 +128,6 @@ def test_a_given_atom_of_whole_rows_keeps_rows() -> None:
 
 def test_beside_a_given_atom_the_slot_with_most_elements_still_keeps_its_rows() -> None:
     layout = solve([Slot("codes", (64, 80), atom=80), Slot("weight", (165, 512))], world=3)
-    assert all(slot.keeps_rows for slot in layout.slots)
-
-
-def test_given_atoms_choose_the_shard_size_where_rows_do_not_matter() -> None:
-    codes = [Slot("codes", (15, 960), atom=1920), Slot("scales", (30, 32), atom=64)]
-    layout = solve([*codes, Slot("weight", (73, 128))], world=3)
-    assert layout.shard_numel == 8512
     assert all(slot.keeps_rows for slot in layout.slots)
 
 
@@ -209,13 +167,6 @@ def test_uneven_rows_can_be_refused() -> None:
         "Current sharding requires the first dimension of the parameter 'weight' (7) "
         "to be divisible by the world size (2)"
     )
-
-
-def test_a_scalar_is_one_row() -> None:
-    layout = chunk_rows(Slot("scale", ()), world=2)
-    assert [layout.shard_shape(layout.slots[0], rank) for rank in range(2)] == [(), (0,)]
-    with pytest.raises(ConfigError, match=r"'scale' \(1\) to be divisible"):
-        chunk_rows(Slot("scale", ()), world=2, uneven="error")
 
 
 def test_chunks_do_not_cut_given_atoms() -> None:

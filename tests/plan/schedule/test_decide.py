@@ -155,25 +155,6 @@ def test_forward_prefetch_two() -> None:
     """)
 
 
-def test_backward_prefetch_one_frees_before_it_reduces() -> None:
-    found = listed(layers(4), policy(forward=0, backward=1))
-    assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
-        gather layers.2
-        free layers.3
-        reduce layers.3
-        gather layers.1
-        free layers.2
-        reduce layers.2
-        gather layers.0
-        free layers.1
-        reduce layers.1
-        free layers.0
-        reduce layers.0
-        free root
-        reduce root
-    """)
-
-
 def test_backward_prefetch_two() -> None:
     found = listed(layers(4), policy(forward=0, backward=2))
     assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
@@ -189,18 +170,6 @@ def test_backward_prefetch_two() -> None:
         free layers.0
         reduce layers.0
         free root
-        reduce root
-    """)
-
-
-def test_two_forwards_before_one_backward_reduce_once() -> None:
-    once = layers(3)
-    twice = Order(once.forward * 2, mirror(once.forward * 2))
-    found = listed(twice, policy(0, 1))
-    assert table(found, Phase.BACKWARD, Op.REDUCE) == rows("""
-        reduce layers.2
-        reduce layers.1
-        reduce layers.0
         reduce root
     """)
 
@@ -232,16 +201,6 @@ def test_backward_pre_gathers_before_this_units_gradients_and_post_after_them() 
     )
 
 
-def test_without_backward_prefetch_each_gather_stands_right_before_its_use() -> None:
-    found = listed(layers(2), policy(0, 0))
-    assert table(found, Phase.BACKWARD, Op.GATHER, Op.ENTER) == rows("""
-        enter root
-        enter layers.1
-        gather layers.0
-        enter layers.0
-    """)
-
-
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
     unlimited = Prefetch(10**9, 10**9, limit=limit)
@@ -254,14 +213,6 @@ def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
             flying.discard(event.unit)
         most = max(most, len(flying))
     assert most == limit
-
-
-def test_with_one_gather_in_flight_nothing_is_gathered_ahead_of_a_unit_that_computes() -> None:
-    one = listed(layers(3), Policy(everywhere(FULL), Prefetch(10**9, 10**9, limit=1)))
-    shown = (Op.GATHER, Op.ENTER, Op.EXIT)
-    assert table(one, Phase.FORWARD, *shown) == table(
-        listed(layers(3), policy(0, 0)), Phase.FORWARD, *shown
-    )
 
 
 def test_prefetch_depth_is_in_bytes() -> None:
@@ -282,76 +233,11 @@ def test_prefetch_depth_is_in_bytes() -> None:
     )
 
 
-def test_settle_ends_every_reduce_and_one_stays_in_flight() -> None:
-    found = listed(layers(2), policy(0, 1))
-    assert table(found, Phase.BACKWARD, Op.REDUCE, Op.SETTLE, Op.END) == rows("""
-        reduce layers.1
-        reduce layers.0
-        settle layers.1
-        reduce root
-        settle layers.0
-        end
-        settle root
-    """).replace("end", "end ")
-
-
-def test_no_shard_gathers_and_frees_nothing_and_reduces_once() -> None:
-    found = listed(layers(2), Policy(everywhere(DDP)))
-    assert {event.op for event in found} == {Op.ENTER, Op.EXIT, Op.END, Op.REDUCE, Op.SETTLE}
-
-
 def test_zero1_gathers_once_and_gives_back_at_the_end() -> None:
     found = listed(layers(2), Policy(everywhere(ZERO1)))
     assert table(found, Phase.FORWARD, Op.GATHER).count("gather") == 3
     assert table(found, Phase.BACKWARD, Op.GATHER) == ""
     assert [event.op for event in found[-4:]] == [Op.SETTLE, Op.FREE, Op.FREE, Op.FREE]
-
-
-def test_while_accumulating_nothing_is_reduced_and_zero2_stays_gathered() -> None:
-    placements = dict.fromkeys(("root", "layers.0", "layers.1"), ZERO2)
-    accumulate = listed(layers(2), Policy(placements), "accumulate")
-    assert not [e for e in accumulate if e.op in (Op.REDUCE, Op.SETTLE, Op.FREE)]
-    last = listed(layers(2), Policy(placements), "last")
-    assert not [e for e in last if e.op is Op.GATHER]
-    assert len([e for e in last if e.op is Op.FREE]) == 3
-
-
-def test_a_frozen_unit_is_gathered_and_freed_and_never_reduced() -> None:
-    order = layers(2)
-    found = events(order, policy(0, 1), {**weights(order), "layers.0": UnitBytes(100, 0)})
-    assert "reduce layers.0" not in table(found, Phase.BACKWARD, Op.REDUCE)
-    assert "free layers.0" in table(found, Phase.BACKWARD, Op.FREE)
-
-
-def test_a_tied_unit_is_gathered_for_its_first_and_its_last_use_and_reduced_after_both() -> None:
-    forward = tuple(
-        Cue(op, unit, Phase.FORWARD)
-        for unit in ("tied", "layers.0", "layers.1", "tied")
-        for op in (Op.ENTER, Op.EXIT)
-    )
-    found = listed(Order(forward, mirror(forward)), policy(0, 0))
-    ops = (Op.GATHER, Op.FREE, Op.REDUCE)
-    assert table(found, Phase.FORWARD, *ops) == rows("""
-        gather tied
-        free tied
-        gather layers.0
-        free layers.0
-        gather layers.1
-        free layers.1
-        gather tied
-    """)
-    assert table(found, Phase.BACKWARD, *ops) == rows("""
-        free tied
-        gather layers.1
-        free layers.1
-        reduce layers.1
-        gather layers.0
-        free layers.0
-        reduce layers.0
-        gather tied
-        free tied
-        reduce tied
-    """)
 
 
 def test_a_unit_that_is_entered_again_before_it_is_left_is_reduced_once_at_the_outer_exit() -> None:
@@ -367,38 +253,6 @@ def test_a_unit_that_is_entered_again_before_it_is_left_is_reduced_once_at_the_o
         Op.END,
         Op.SETTLE,
     ]
-
-
-def test_a_forward_pass_alone_ends_with_everything_free() -> None:
-    order = Order(layers(2).forward)
-    for placement in (FULL, ZERO2, ZERO1):
-        gathered = set()
-        for event in listed(order, Policy(everywhere(placement))):
-            if event.op is Op.GATHER:
-                gathered.add(event.unit)
-            elif event.op is Op.FREE:
-                gathered.remove(event.unit)
-        assert gathered == set()
-
-
-@pytest.mark.parametrize("order", [layers(2), Order(layers(2).forward)])
-def test_a_unit_goes_in_the_pass_of_its_last_use(order: Order) -> None:
-    ops = [event.op for event in listed(order, Policy(everywhere(ZERO2)))]
-    assert Op.FREE not in ops[ops.index(Op.END) :]
-
-
-@pytest.mark.parametrize("placement", [FULL, ZERO2, ZERO1, DDP])
-@pytest.mark.parametrize("depth", [0, 100, 250, 10**6])
-def test_every_use_lies_between_a_gather_and_a_free(placement: Placement, depth: int) -> None:
-    gathered: set[str] = set() if placement.splits else {"root", *(f"layers.{i}" for i in range(5))}
-    for event in listed(layers(5), Policy(everywhere(placement), Prefetch(depth, depth))):
-        if event.op is Op.GATHER:
-            assert event.unit not in gathered
-            gathered.add(event.unit)
-        elif event.op is Op.FREE:
-            gathered.remove(event.unit)
-        elif event.op is Op.ENTER:
-            assert event.unit in gathered
 
 
 # ---- any order -------------------------------------------------------------------------------
@@ -492,17 +346,6 @@ def test_a_schedule_of_twice_the_units_is_twice_the_work(
     assert twice < 2.1 * once
 
 
-# ---- cutting at cues ---------------------------------------------------------------------------
-
-
-def test_a_cue_carries_what_it_releases_and_the_next_cue_what_it_needs() -> None:
-    cut = played(layers(2), policy(0, 0))
-    leave = next(s for s in cut if s.cue == Cue(Op.EXIT, "layers.1", Phase.BACKWARD))
-    assert [event.op for event in leave.after] == [Op.FREE, Op.REDUCE]
-    enter = next(s for s in cut if s.cue == Cue(Op.ENTER, "layers.0", Phase.BACKWARD))
-    assert [event.op for event in enter.before] == [Op.GATHER]
-
-
 # ---- bad values ----------------------------------------------------------------------------------
 
 
@@ -511,21 +354,6 @@ def test_prefetch_refuses_what_cannot_work() -> None:
         Prefetch(when="before")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="limit is 0"):
         Prefetch(limit=0)
-
-
-def test_a_gather_and_a_free_say_whether_their_unit_was_and_will_be_used() -> None:
-    found = listed(layers(2), Policy(everywhere(FULL), Prefetch(0, 0)))
-    reasons = [(e.op, e.unit, e.reason) for e in found if e.op in (Op.GATHER, Op.FREE)]
-    assert reasons == [
-        (Op.GATHER, "root", "first use"),
-        (Op.GATHER, "layers.0", "first use"),
-        (Op.FREE, "layers.0", "not needed soon"),
-        (Op.GATHER, "layers.1", "first use"),
-        (Op.FREE, "layers.1", "last use"),
-        (Op.GATHER, "layers.0", "needed again"),
-        (Op.FREE, "layers.0", "last use"),
-        (Op.FREE, "root", "last use"),
-    ]
 
 
 def test_a_unit_sends_loads_and_stores_nothing_unless_it_says_so() -> None:
@@ -549,11 +377,6 @@ def test_what_the_optimizers_of_copies_wrote_is_joined_before_a_units_first_gath
         gather layers.1
     """)
     assert table(found, Phase.BACKWARD, Op.UPDATE, Op.GATHER) == "gather layers.0"
-
-
-def test_nothing_is_joined_where_no_optimizer_can_have_stepped() -> None:
-    found = listed(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED), "last")
-    assert Op.UPDATE not in {event.op for event in found}
 
 
 def test_a_unit_is_joined_when_it_is_gathered_and_not_when_the_one_before_it_ends() -> None:
@@ -590,30 +413,6 @@ def test_in_the_last_micro_batch_only_what_is_not_kept_is_loaded() -> None:
     last = policy(0, 0, loads=LAYERS, reloads=frozenset({"layers.0"}))
     found = listed(layers(2), last, "last")
     assert table(found, Phase.FORWARD, Op.LOAD) == "load layers.0"
-
-
-def test_whole_parameters_are_gathered_where_they_come_from_host_memory() -> None:
-    found = listed(layers(1), policy(0, 0, placements=everywhere(DDP), loads=LAYERS))
-    assert table(found, Phase.FORWARD, Op.LOAD, Op.GATHER, Op.FREE) == rows("""
-        load root
-        gather root
-        load layers.0
-        gather layers.0
-    """)
-
-
-def test_gradients_are_stored_when_their_reduction_has_settled() -> None:
-    found = listed(layers(2), policy(0, 0, loads=frozenset({"root", "layers.0"})))
-    assert table(found, Phase.BACKWARD, Op.REDUCE, Op.SETTLE, Op.STORE) == rows("""
-        reduce layers.1
-        reduce layers.0
-        settle layers.1
-        reduce root
-        settle layers.0
-        store layers.0
-        settle root
-        store root
-    """)
 
 
 # ---- one cue ---------------------------------------------------------------------------------
