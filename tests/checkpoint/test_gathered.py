@@ -18,7 +18,6 @@ from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw, names, same, saved, steps, tensors
 from tests.copies import clones, on_ranks, said
 from tests.nets import NETS, Net
-from tests.steps import STRATEGIES
 
 DECODER = NETS[0]
 
@@ -31,16 +30,6 @@ def test_the_files_are_those_that_all_ranks_write(net: Net, tmp_path: Path) -> N
     assert written == {*names(tmp_path / "sharded")}
     for name in written - {"manifest.json", "training/ranks.safetensors"}:  # these differ by save
         assert (tmp_path / "full" / name).read_bytes() == (tmp_path / "sharded" / name).read_bytes()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_with_every_strategy_and_split_into_files(strategy: str, tmp_path: Path) -> None:
-    for kind in ("full", "sharded"):
-        saved(DECODER, 2, tmp_path / kind, strategy, kind=kind, max_file_size=5000)
-    assert len(list((tmp_path / "full").glob("model-*.safetensors"))) > 3
-    full, sharded = tensors(tmp_path / "full", "model"), tensors(tmp_path / "sharded", "model")
-    assert full.keys() == sharded.keys()
-    assert all(torch.equal(full[name], sharded[name]) for name in full)
 
 
 def test_only_rank_0_opens_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -288,11 +286,6 @@ def test_an_optimizer_that_does_not_fit_is_an_error(make: Make, fact: str, tmp_p
     assert fact in refusal(DECODER.build, tmp_path / "step-2", make=make)
 
 
-def test_a_checkpoint_without_optimizer_state_says_so(tmp_path: Path) -> None:
-    on_ranks(2, DECODER.build, lambda c, m: sw.shard(m, comm=c).save(tmp_path / "out"))
-    assert "holds no optimizer state" in refusal(DECODER.build, tmp_path / "out", make=adamw)
-
-
 def test_state_that_cannot_be_cut_is_refused_when_saving(tmp_path: Path) -> None:
     class Odd(torch.optim.SGD):
         pass
@@ -460,27 +453,6 @@ def test_buffers_that_differ_by_rank_come_back_to_each(tmp_path: Path) -> None:
 # --- what does not fit -----------------------------------------------------------------------
 
 
-def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
-    saved(DECODER, 3, tmp_path / "step-2")
-
-    def other() -> nn.Module:
-        model = nets.Decoder(depth=2, vocabulary=41, tied=False)
-        model.extra = nn.Linear(2, 2, dtype=torch.bfloat16)
-        model.norm = nn.LayerNorm(16, dtype=torch.bfloat16)
-        return model
-
-    text = refusal(other, tmp_path / "step-2")
-    assert "in 19 points; nothing was changed:" in text
-    for line in (
-        "extra.weight: not stored; nearest stored is blocks.2.",
-        "blocks.2.mlp.up.bias: stored, and the model has no such name",
-        "embed.weight: stored as (37, 16), the model has (41, 16)",
-        "norm.bias: stored as F32, the model has BF16",
-        "strict=False",
-    ):
-        assert line in text
-
-
 def test_a_lenient_load_lists_what_it_left_out(tmp_path: Path) -> None:
     state = saved(DECODER, 3, tmp_path / "step-2")
 
@@ -609,97 +581,6 @@ def test_a_model_on_the_meta_device_is_filled(tmp_path: Path) -> None:
 # --- damage ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "step-2"
-    saved(DECODER, 2, folder)
-    return folder
-
-
-@pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "step-2"))
-
-
-FILES = [
-    "manifest.json",
-    "model.safetensors",
-    "training/optimizer.safetensors",
-    "training/ranks.safetensors",
-    "training.json",
-]
-
-
-def attempt(path: Path, world: int = 1) -> str | None:
-    """What a resume from this checkpoint says; ``None`` if it loads."""
-
-    def rank(comm: Comm, model: nn.Module) -> str | None:
-        sharded = sw.shard(model, comm=comm)
-        try:
-            sharded.load(path, adamw(model.parameters()), sw.Training())
-        except sw.CheckpointError as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    return on_ranks(world, DECODER.build, rank)[0]
-
-
-def test_each_flipped_bit_is_an_error(copy: Path) -> None:
-    chance = random.Random(0)
-    sizes = {name: (copy / name).stat().st_size for name in FILES}
-    assert attempt(copy) is None
-    for _ in range(30):
-        name = chance.choices(FILES, list(sizes.values()))[0]
-        path, at = copy / name, chance.randrange(sizes[name] - (name == "manifest.json"))
-        good = path.read_bytes()
-        bad = bytearray(good)
-        bad[at] ^= 1 << chance.randrange(8)
-        path.write_bytes(bad)
-        text = attempt(copy)
-        assert text is not None, (name, at)
-        assert text.startswith("DamagedCheckpoint")
-        assert name in text
-        path.write_bytes(good)
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kept", ["nothing", "half", "all but one byte"])
-def test_a_truncated_file_is_an_error_before_anything_is_read(
-    name: str, kept: str, copy: Path
-) -> None:
-    data = (copy / name).read_bytes().rstrip()
-    length = {"nothing": 0, "half": len(data) // 2, "all but one byte": len(data) - 1}[kept]
-    (copy / name).write_bytes(data[:length])
-    text = attempt(copy, world=2)
-    assert text is not None
-    assert name in text
-    assert "already replaced" not in text
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_an_error(name: str, copy: Path) -> None:
-    (copy / name).unlink()
-    text = attempt(copy)
-    assert text is not None
-    assert text.startswith("DamagedCheckpoint")
-    expected = "has no manifest.json" if name == "manifest.json" else f"{name} is missing, "
-    assert expected in text
-
-
-@pytest.mark.parametrize("name", FILES[1:])
-def test_a_file_of_another_checkpoint_is_an_error(name: str, copy: Path, tmp_path: Path) -> None:
-    def other(params: Any) -> Optimizer:
-        torch.rand(1)  # so that generators differ, too
-        return torch.optim.AdamW(params, lr=0.5)
-
-    saved(DECODER, 2, tmp_path / "other", make=other)
-    assert (tmp_path / "other" / name).read_bytes() != (copy / name).read_bytes()
-    shutil.copy(tmp_path / "other" / name, copy / name)
-    text = attempt(copy)
-    assert text is not None
-    assert name in text
-
-
 @pytest.mark.usefixtures("large_blocks")
 def test_damage_is_named_with_its_place_and_what_became_of_the_model(tmp_path: Path) -> None:
     def wide() -> nn.Module:
@@ -745,35 +626,6 @@ def two(run: Path) -> None:
 def test_a_run_without_checkpoints_starts_anew(tmp_path: Path) -> None:
     assert resumed(tmp_path / "no") is None
     assert resumed(tmp_path) is None
-
-
-def test_the_newest_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    two(tmp_path)
-    (tmp_path / "step-3.partial-0123456789abcdef").mkdir()
-    report = resumed(tmp_path)
-    assert report is not None
-    assert report.path.name == "step-2"
-    assert "SKIPPED" not in caplog.text
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("how", ["missing", "empty", "flipped"])
-def test_a_broken_one_is_skipped_loudly(
-    name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    two(tmp_path)
-    path = tmp_path / "step-2" / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 8
-    path.unlink()
-    if how != "missing":
-        path.write_bytes(b"" if how == "empty" else data)
-    with caplog.at_level(logging.WARNING):
-        report = resumed(tmp_path)
-    assert report is not None
-    assert report.path.name == "step-1"
-    assert "SKIPPED" in caplog.text
-    assert "step-2" in caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_not_skipped(tmp_path: Path) -> None:
@@ -877,11 +729,6 @@ def test_a_folder_that_transformers_saved_loads(tmp_path: Path) -> None:
         report, found = loads(build, tmp_path / build.__name__, world=3)
         assert same(found, plain.state_dict())
         assert not report.checked
-
-
-def test_what_safetensors_reads_is_what_load_file_gives(tmp_path: Path) -> None:
-    state = saved(DECODER, 2, tmp_path / "step-2")
-    assert same(load_file(tmp_path / "step-2" / "model.safetensors"), state)
 
 
 def test_a_report_reads_as_one_line(tmp_path: Path) -> None:

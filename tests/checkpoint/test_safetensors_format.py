@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -123,43 +122,6 @@ def test_what_cannot_be_is_refused(data: bytes, fact: str) -> None:
     with pytest.raises(CheckpointError, match="not a complete safetensors file") as caught:
         read(data)
     assert fact in str(caught.value)
-
-
-def test_a_thousand_broken_headers_are_errors_or_harmless() -> None:
-    """Whatever bytes change, what is accepted lies inside the file and does not overlap."""
-    chance = random.Random(0)
-    good = save({"a": torch.ones(7, 3), "b": torch.zeros(5, dtype=torch.int64)}, {"format": "pt"})
-    refused = 0
-    for _ in range(1000):
-        data = bytearray(good)
-        for _ in range(chance.choice([1, 1, 2, 5])):
-            end = len(data) if chance.random() < 0.1 else int.from_bytes(good[:8], "little") + 8
-            at = chance.randrange(max(1, min(end, len(data))))
-            kind = chance.choice(["flip", "byte", "digit", "cut", "insert"])
-            if kind == "flip":
-                data[at] ^= 1 << chance.randrange(8)
-            elif kind == "byte":
-                data[at] = chance.randrange(256)
-            elif kind == "digit":
-                data[at] = ord(chance.choice('0123456789-.eE[]{}",:'))
-            elif kind == "cut":
-                del data[chance.randrange(len(data)) :]
-            else:
-                data[at:at] = chance.randbytes(3)
-            if not data:
-                break
-        try:
-            found = read(bytes(data))
-        except CheckpointError:
-            refused += 1
-            continue
-        at = min((s.start for s in found.values()), default=len(data))
-        for stored in found.values():
-            assert stored.start == at
-            assert stored.stop <= len(data)
-            at = stored.stop
-        assert at == len(data)
-    assert refused > 700
 
 
 def test_a_header_that_no_reader_would_accept_is_not_written() -> None:

@@ -9,9 +9,8 @@ import math
 import os
 import resource
 import stat
-import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checkpoint import failpoints, writer
 from shardwise.checkpoint.collectives import all_gather_object
-from shardwise.checkpoint.folder import Partial, new_token
 from shardwise.checkpoint.plan import FilePlan
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.safetensors_format import PAGE, Stored
 from shardwise.comm.protocol import Comm
 from tests import nets
 from tests.checkpoint.recorded import record
-from tests.checkpoint.runs import adamw, names, same, saved, steps, tensors
+from tests.checkpoint.runs import adamw, names, same, saved, tensors
 from tests.copies import clones, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.ranks import outcomes_of, run_processes
@@ -159,21 +157,6 @@ def test_buffers_come_back_however_they_lie(
     assert torch.equal(tensors(tmp_path / "out", "model")["kept"], make())
 
 
-def test_optimizer_state_is_stored_by_name_and_whole(tmp_path: Path) -> None:
-    """The same as one process has, which trains the same batches."""
-    saved(DECODER, 1, tmp_path / "one")
-    plain = seeded(DECODER.build)
-    optimizer = adamw(plain.parameters())
-    steps(plain, optimizer, DECODER, 0, range(2))
-    stored = tensors(tmp_path / "one", "optimizer")
-    truth = {
-        f"{key}/{name}": value
-        for name, param in plain.named_parameters()
-        for key, value in optimizer.state[param].items()
-    }
-    assert same(stored, truth)
-
-
 def test_extra_state_that_only_pickle_could_write_is_said_to_be_missing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,26 +189,6 @@ def test_nothing_is_gathered_but_the_edges_of_pages(tmp_path: Path) -> None:
     texts = 8_000  # of checksums, to every rank
     boundaries = 4 * 4 + 4
     assert max(sent) <= 3 * (boundaries * PAGE + texts) < model
-
-
-def test_every_rank_writes_its_share(tmp_path: Path) -> None:
-    written: dict[int, int] = {}
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm).save(tmp_path / "out")
-
-    from shardwise.checkpoint import writer
-
-    def counted(self: writer.Writer) -> writer.Part:
-        written[self.rank] = self.written
-        return original(self)
-
-    original, writer.Writer.finish = writer.Writer.finish, counted  # type: ignore[method-assign]
-    try:
-        on_ranks(4, lambda: nn.Linear(512, 512, bias=False), rank)
-    finally:
-        writer.Writer.finish = original  # type: ignore[method-assign]
-    assert written == dict.fromkeys(range(4), 512 * 512)  # fp32: a quarter each
 
 
 def test_a_save_passes_its_points_in_order(tmp_path: Path, reached: list[tuple[str, int]]) -> None:
@@ -297,19 +260,6 @@ def _plain(name: str) -> str:
 # --- when it fails ---------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_found_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    saved(DECODER, 2, tmp_path / "step-2")
-    before = tensors(tmp_path / "step-2", "model")
-    monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 100_000)
-    with pytest.raises(sw.CheckpointError, match=r"needs 2\d\d\.\d KiB, and .* has 97.7 KiB free"):
-        saved(DECODER, 2, tmp_path / "step-2")
-    assert names(tmp_path) == ["latest", "step-2"]
-    assert same(tensors(tmp_path / "step-2", "model"), before)
-
-
 def too_large(comm: Comm, path: str, everybody: bool) -> str:
     model = nn.Linear(512, 512)
     sharded = sw.shard(model, comm=comm)
@@ -345,46 +295,6 @@ def test_files_that_may_not_grow_fail_on_all_ranks_together(
     assert ("rank 0" in said[0]) == everybody
     assert ("rank 1" in said[0]) != everybody
     assert names(tmp_path) == ["latest", "step-1"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid():
-        pytest.skip("mounting a file system of limited size needs root")
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=700k", "none", str(path)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this container may not mount")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_a_disk_that_is_full_keeps_the_earlier_checkpoint(small_disk: Path) -> None:
-    saved(DECODER, 2, small_disk / "step-2")
-    before = tensors(small_disk / "step-2", "optimizer")
-    (small_disk / "filler").write_bytes(bytes(450_000))
-    with pytest.raises(sw.CheckpointError, match="free"):
-        saved(DECODER, 2, small_disk / "step-2")
-    assert names(small_disk) == ["filler", "latest", "step-2"]
-    assert same(tensors(small_disk / "step-2", "optimizer"), before)
-
-
-def test_a_disk_that_fills_while_writing_keeps_the_earlier_checkpoint(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when somebody else writes there, too, or promised space is not kept."""
-    from shardwise.checkpoint import writer
-
-    saved(DECODER, 2, small_disk / "step-2")
-    before = tensors(small_disk / "step-2", "optimizer")
-    monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 1 << 40)
-    monkeypatch.setattr(writer, "fallocate", os.ftruncate)
-    (small_disk / "filler").write_bytes(bytes(450_000))
-    with pytest.raises(sw.CheckpointError, match="the disk is full"):
-        saved(DECODER, 2, small_disk / "step-2")
-    assert names(small_disk) == ["filler", "latest", "step-2"]
-    assert same(tensors(small_disk / "step-2", "optimizer"), before)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -464,31 +374,6 @@ def test_files_that_cannot_lie_beside_it(name: str, tmp_path: Path) -> None:
 
 
 # --- old ones --------------------------------------------------------------------------------
-
-
-def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
-    def rank(comm: Comm, model: nn.Module) -> list[tuple[str, ...]]:
-        sharded = sw.shard(model, comm=comm)
-        gone = []
-        for step, metric in enumerate([3.0, 1.0, 2.0, 2.5], start=1):
-            training = sw.Training(step=step, metric=metric)
-            options: dict[str, Any] = {"save_total_limit": 2, "keep_best": "lowest"}
-            report = sharded.save(tmp_path / f"step-{step}", None, training, **options)
-            gone.append(report.removed)
-        return gone
-
-    said = on_ranks(2, DECODER.build, rank)
-    assert said[0] == [(), (), ("step-1",), ("step-3",)]
-    assert names(tmp_path) == ["latest", "step-2", "step-4"]
-
-
-def test_the_same_step_is_saved_again(tmp_path: Path) -> None:
-    saved(DECODER, 2, tmp_path / "step-2")
-    Partial.make(tmp_path / "step-2", new_token()).lock.close()  # as a process does that dies
-    state = saved(DECODER, 3, tmp_path / "step-2", "shard_grad_op")
-    assert names(tmp_path) == ["latest", "step-2"]
-    assert check_complete(tmp_path / "step-2").world == 3
-    assert same(tensors(tmp_path / "step-2", "model"), state)
 
 
 def test_the_number_of_steps_is_what_was_said_or_what_the_name_says(tmp_path: Path) -> None:
