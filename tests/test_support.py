@@ -102,9 +102,9 @@ AXES: dict[str, dict[str, Value]] = {
             for name in ("hybrid_shard", "hybrid_shard_zero2", "hybrid_full")
         },
     },
-    "residency": {
+    "unsharded": {
         "none": Value("the default"),
-        "all": Value("residency=2**30", {"residency": 2**30}),
+        "all": Value("unsharded=2**30", {"unsharded": 2**30}),
     },
     "precision": {
         "fp32": Value("the default"),
@@ -184,7 +184,7 @@ class Refused:
 SPLIT = [name for name in AXES["strategy"] if name != "no_shard"]
 REFUSED = (
     Refused(
-        {"strategy": ["no_shard", "zero1"], "residency": ["all"]},
+        {"strategy": ["no_shard", "zero1"], "unsharded": ["all"]},
         sw.ConfigError,
         "all full buckets stay in memory",
     ),

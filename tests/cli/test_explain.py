@@ -61,7 +61,7 @@ model: {from: HUB, quantization: {bits: 4}}
 adapter: {rank: 8}
 data: {source: stdlib, context: 16}
 optimizer: {name: paged_adamw_8bit}
-sharding: {strategy: hybrid_full, mesh: [2, 2], precision: bf16, residency: 4096}
+sharding: {strategy: hybrid_full, mesh: [2, 2], precision: bf16, unsharded: 4096}
 """
 
 

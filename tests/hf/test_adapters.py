@@ -357,7 +357,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def test_a_frozen_base_is_gathered_once_within_a_budget_of_bytes() -> None:
     def rank(comm: Comm, model: nn.Module) -> tuple[int, int, str]:
-        sharded = sw.shard(model, comm=comm, residency=1 << 20)
+        sharded = sw.shard(model, comm=comm, unsharded=1 << 20)
         train(sharded, comm.rank, count=2)
         comm.counters.reset()
         train(sharded, comm.rank, count=1)

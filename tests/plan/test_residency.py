@@ -9,13 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.grid import Grid
 from shardwise.comm.protocol import Comm
-from shardwise.config.options import Options
-from shardwise.config.strategies import placement_of
-from shardwise.plan.residency import with_residency
-from shardwise.plan.spec import specs_of
-from shardwise.plan.units.units import choose_units
+from shardwise.plan.draw import draw
 from tests.copies import equal, on_ranks, said
 from tests.nets import decoder, loss, mostly_frozen, mostly_frozen_batch
 from tests.steps import STRATEGIES
@@ -39,25 +34,25 @@ def run(sharded: sw.Sharded, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard", "hybrid_full"])
-@pytest.mark.parametrize("residency", [0, 20_000, ALL])
-def test_what_stays_gathered_changes_no_value(strategy: str, residency: int) -> None:
-    budget = 0 if strategy in ("no_shard", "zero1") else residency
+@pytest.mark.parametrize("unsharded", [0, 20_000, ALL, "blocks.1"])
+def test_what_stays_gathered_changes_no_value(strategy: str, unsharded: Any) -> None:
+    given = 0 if strategy in ("no_shard", "zero1") else unsharded
 
-    def rank(comm: Comm, model: nn.Module, kept: int) -> dict[str, Tensor]:
+    def rank(comm: Comm, model: nn.Module, kept: Any) -> dict[str, Tensor]:
         mesh: Any = {"mesh": (2, 2)} if "hybrid" in strategy else {}
-        sharded = sw.shard(model, strategy, comm=comm, residency=kept, **mesh)
+        sharded = sw.shard(model, strategy, comm=comm, unsharded=kept, **mesh)
         run(sharded, 3)
         return sharded.model.state_dict()
 
-    with_it = on_ranks(4, mostly_frozen, lambda comm, model: rank(comm, model, budget))
+    with_it = on_ranks(4, mostly_frozen, lambda comm, model: rank(comm, model, given))
     plain = on_ranks(4, mostly_frozen, lambda comm, model: rank(comm, model, 0))
     assert all(map(equal, with_it, plain))
 
 
-@pytest.mark.parametrize(("strategy", "residency"), [("zero1", 0), ("full_shard", ALL)])
-def test_frozen_parameters_are_gathered_once(strategy: str, residency: int) -> None:
+@pytest.mark.parametrize(("strategy", "budget"), [("zero1", 0), ("full_shard", ALL)])
+def test_frozen_parameters_are_gathered_once(strategy: str, budget: int) -> None:
     def rank(comm: Comm, model: nn.Module) -> tuple[list[int], int, int]:
-        sharded = sw.shard(model, strategy, comm=comm, residency=residency)
+        sharded = sw.shard(model, strategy, comm=comm, unsharded=budget)
         schedule, trained = sharded.schedule, 0
         for bucket in sharded.buckets:
             trained += bucket.layout.numel * 4 if bucket.trainable else 0
@@ -72,7 +67,7 @@ def test_frozen_parameters_are_gathered_once(strategy: str, residency: int) -> N
 
 def test_trained_units_are_gathered_once_in_a_step() -> None:
     def rank(comm: Comm, model: nn.Module) -> tuple[int, int, list[int]]:
-        sharded = sw.shard(model, comm=comm, residency=ALL)
+        sharded = sw.shard(model, comm=comm, unsharded=ALL)
         schedule = sharded.schedule
         return schedule.saved, sum(map(schedule.sent, schedule.plain)), run(sharded, 2)
 
@@ -85,7 +80,7 @@ def test_trained_units_are_gathered_once_in_a_step() -> None:
 @pytest.mark.parametrize("how", ["state", "shard", "unfrozen", "gradient"])
 def test_what_was_written_is_gathered_again(how: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> tuple[Tensor, Tensor]:
-        sharded = sw.shard(model, "full_shard", comm=comm, residency=ALL)
+        sharded = sw.shard(model, "full_shard", comm=comm, unsharded=ALL)
         run(sharded, 1)
         param = model.get_parameter("blocks.0.attention.key.weight")
         if how == "state":
@@ -108,21 +103,24 @@ def test_what_was_written_is_gathered_again(how: str) -> None:
         assert torch.equal(output, expected)
 
 
-def resident(budget: int, precision: sw.Precision = sw.Precision()) -> set[str]:  # noqa: B008
-    """The units that stay: linear layers of 64, 128, 256, 512 float32; the first two are frozen."""
+def layers() -> nn.Sequential:
+    """Units of 64, 128, 256 and 512 float32; the first two are frozen."""
     model = nn.Sequential(*(nn.Linear(8, 8 << size, bias=False) for size in range(4)))
     model[:2].requires_grad_(requires_grad=False)
-    placement, options = placement_of("full_shard"), Options(precision=precision)
-    grid = Grid.of(0, 2, placement.splits)
-    specs = {
-        unit.name: specs_of(unit, options, grid, placement, 64)
-        for unit in choose_units(model, sw.wrap.by_class(nn.Linear))
-    }
-    chosen = with_residency(specs, budget)
-    assert chosen.keys() == specs.keys()
-    kept = {spec.unit for buckets in chosen.values() for spec in buckets if spec.kept}
-    stay = {unit for unit, [spec] in chosen.items() if not spec.placement.frees}
-    assert not kept & {"2", "3"}
+    return model
+
+
+def resident(
+    unsharded: Any,
+    precision: sw.Precision = sw.Precision(),  # noqa: B008
+    model: nn.Module | None = None,
+) -> set[str]:
+    """The units that stay."""
+    options = {"unsharded": unsharded, "precision": precision}
+    blueprint = draw(model or layers(), wrap=sw.wrap.by_class(nn.Linear), **options)
+    kept = {spec.unit for spec in blueprint.buckets if spec.kept}
+    stay = {spec.unit for spec in blueprint.buckets if not spec.placement.frees}
+    assert not any(spec.kept and spec.trainable for spec in blueprint.buckets)
     return kept | stay
 
 
@@ -150,8 +148,57 @@ def test_of_what_fits_frozen_buckets_stay_first_and_of_each_kind_the_largest(
 
 
 def test_where_everything_stays_a_budget_is_refused() -> None:
-    with pytest.raises(sw.ConfigError, match="residency=8 has no effect: with zero1 all"):
-        sw.shard(decoder(), "zero1", residency=8)
-    assert said(sw.ConfigError, lambda: sw.shard(decoder(), residency=-1)) == (
-        "residency is -1; it is a number of bytes, or 0."
+    with pytest.raises(sw.ConfigError, match="unsharded=8 has no effect: with zero1 all"):
+        sw.shard(decoder(), "zero1", unsharded=8)
+    assert said(sw.ConfigError, lambda: sw.shard(decoder(), unsharded=-1)) == (
+        "unsharded is -1; it is a number of bytes, or 0."
+    )
+
+
+@pytest.mark.parametrize(
+    ("named", "units"),
+    [
+        ("1", {"1"}),
+        (["[02]", "3"], {"0", "2", "3"}),
+        ("Linear", {"0", "1", "2", "3"}),
+        ([nn.Linear], {"0", "1", "2", "3"}),
+        ((), set()),
+    ],
+)
+def test_units_stay_by_name_by_pattern_or_by_class(named: Any, units: set[str]) -> None:
+    assert resident(named) == units
+
+
+def test_what_no_unit_claims_is_named_as_it_is_printed() -> None:
+    model = layers()
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    assert resident("(root)", model=model) == {""}
+
+
+def test_of_a_named_unit_frozen_buckets_stay_for_good_and_trained_ones_within_a_step() -> None:
+    def rank(comm: Comm, model: nn.Module) -> tuple[list[int], list[int]]:
+        plain = run(sw.shard(model, comm=comm), 2)
+        named = sw.shard(mostly_frozen(), comm=comm, unsharded=["blocks.0"])
+        frozen, trained = (b.layout.numel * 4 // 2 for b in named.runtime.units["blocks.0"].buckets)
+        assert not named.buckets[0].trainable
+        return [n - p for n, p in zip(run(named, 2), plain, strict=True)], [
+            -frozen - trained,
+            -2 * frozen - trained,
+        ]
+
+    for less, expected in on_ranks(2, mostly_frozen, rank):
+        assert less == expected
+
+
+def test_a_unit_that_is_not_there_is_answered_with_those_that_are() -> None:
+    assert said(sw.ConfigError, lambda: sw.shard(decoder(), unsharded=["block.0"])).startswith(
+        "unsharded names 'block.0', which is neither the class nor the name of a unit that it "
+        "can choose. Nearest first: blocks.0, "
+    )
+
+
+def test_the_earlier_name_is_answered_by_this_one() -> None:
+    earlier: Any = {"residency": 8}
+    assert said(sw.ConfigError, lambda: sw.shard(decoder(), **earlier)).startswith(
+        "shard() has no option 'residency'; that is unsharded= here: bytes, or names of units."
     )

@@ -202,7 +202,7 @@ OPTIONS = {
     "prefetch=sw.Prefetch(forward=0, backward=0)": 1,
     "wrap=sw.wrap.by_class(Part0), activation_checkpointing=sw.ActivationCheckpointing(Part0)": 1,
     'offload="everything"': 2,
-    "residency=800": 1,
+    "unsharded=800": 1,
     'buffers="broadcast"': 1,
 }
 OPTIMIZERS = (

@@ -8,7 +8,7 @@ from tests.programs.__main__ import judged
 
 REFUSED = (
     "which safetensors has no name for",  # complex numbers in a checkpoint
-    "residency=800 has no effect",
+    "unsharded=800 has no effect",
 )
 
 

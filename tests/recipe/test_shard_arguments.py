@@ -43,11 +43,11 @@ def test_buffers_are_a_ranks_own_or_those_of_rank_0(buffers: str, alike: bool) -
     assert torch.equal(first, second) == alike
 
 
-def test_resident_bytes_save_gathers() -> None:
-    def gathers(nbytes: int) -> int:
-        arguments = shard_arguments(ShardingConfig(wrap=["Linear"], residency=nbytes))
+def test_bytes_and_units_that_stay_unsharded_save_gathers() -> None:
+    def gathers(unsharded: str | list[str] | int) -> int:
+        arguments = shard_arguments(ShardingConfig(wrap=["Linear"], unsharded=unsharded))
         layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         runs = threads.run(2, lambda comm: sw.shard(layers, comm=comm, **arguments).schedule)
         return str(runs[0]).count("gather ")
 
-    assert gathers(400) == gathers(0) - 1
+    assert gathers(400) == gathers("400") == gathers(["1"]) == gathers(0) - 1

@@ -158,8 +158,8 @@ def test_blocks_of_8_bit_numbers_and_copies_to_host_memory_are_lines(
 
 def test_units_that_stay_gathered_have_no_line() -> None:
     hold(MIXED, 2, "zero1")
-    hold(MIXED, 2, "full_shard", residency=1 << 11)
-    traced = sw.trace(MIXED.build(), MIXED.batch(0, 2)[:-1], residency=1 << 11)
+    hold(MIXED, 2, "full_shard", unsharded=1 << 11)
+    traced = sw.trace(MIXED.build(), MIXED.batch(0, 2)[:-1], unsharded=1 << 11)
     assert "frozen, gathered in the first step" in traced.forward.text
     assert " less: some units stay unsharded" in str(traced.schedule)
     plain = sw.trace(MIXED.build(), MIXED.batch(0, 2)[:-1])

@@ -144,7 +144,7 @@ def test_the_loss_is_the_mean_over_all_tokens_that_are_trained_on(
         "strategy=zero1",
         "strategy=shard_grad_op",
         "wrap=none",
-        "residency=100000",
+        "unsharded=100000",
         "prefetch.backward=0",
         "activation_checkpointing=true",
         pytest.param(

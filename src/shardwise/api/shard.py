@@ -11,7 +11,7 @@ from shardwise.api.sharded import Sharded
 from shardwise.comm.machine.connect import comm_for
 from shardwise.comm.mesh import Ranks
 from shardwise.comm.protocol import Comm
-from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.checkpointing import ActivationCheckpointing, NamedUnits
 from shardwise.config.ignored import Ignored
 from shardwise.config.options import Init, Options, default_init
 from shardwise.config.placement import Placement
@@ -39,7 +39,7 @@ def shard(
     bucketing: Literal["block", "layer", "none"] = "block",
     uneven: Literal["pad", "error"] = "pad",
     blocksize: int = 0,
-    residency: int = 0,
+    unsharded: int | NamedUnits = 0,
     sync_module_states: bool = True,
     init: Init = default_init,
     load_later: frozenset[Tensor] = frozenset(),

@@ -10,7 +10,10 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 
-__all__ = ["ActivationCheckpointing"]
+__all__ = ["ActivationCheckpointing", "NamedUnits"]
+
+NamedUnits = str | type[nn.Module] | Sequence[str | type[nn.Module]]
+"""Units by their classes, class names, or patterns of their names as ``fnmatch`` reads them."""
 
 
 @checked
@@ -29,7 +32,7 @@ class ActivationCheckpointing:
         ConfigError: ``every`` is below 1; when applied to a model: a pattern matches no unit.
     """
 
-    units: str | type[nn.Module] | Sequence[str | type[nn.Module]] = ()
+    units: NamedUnits = ()
     every: int = 1
     offload: bool = False
 

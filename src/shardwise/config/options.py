@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from shardwise.comm.mesh import Ranks
-from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.checkpointing import ActivationCheckpointing, NamedUnits
 from shardwise.config.ignored import Ignored
 from shardwise.config.precision import Precision
 from shardwise.config.prefetch import Prefetch
@@ -52,8 +52,9 @@ class Options:
             size, or ``"error"``.
         blocksize: cut trainable parameters at multiples of so many elements only: 256 for the 8-bit
             optimizers of bitsandbytes. 0: between rows, where that costs little.
-        residency: bytes of full buckets that stay gathered: first frozen ones, for good, then
-            trained units, from their first use in a step to the last.
+        unsharded: units that stay gathered, their frozen buckets for good and trained ones from
+            their first use in a step to the last: named as in ``ActivationCheckpointing.units``,
+            or bytes of full buckets: first frozen ones, of each kind the largest that fits.
         sync_module_states: broadcast rank 0's parameters and buffers. When off, differing values
             raise.
         init: initialises a module that was built on the meta device.
@@ -78,7 +79,7 @@ class Options:
     bucketing: Literal["block", "layer", "none"] = "block"
     uneven: Literal["pad", "error"] = "pad"
     blocksize: int = 0
-    residency: int = 0
+    unsharded: int | NamedUnits = 0
     sync_module_states: bool = True
     init: Init = default_init
     load_later: frozenset[Tensor] = frozenset()
@@ -89,8 +90,8 @@ class Options:
     mesh: Ranks | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.residency < 0:
-            raise ConfigError(f"residency is {self.residency}; it is a number of bytes, or 0.")
+        if isinstance(self.unsharded, int) and self.unsharded < 0:
+            raise ConfigError(f"unsharded is {self.unsharded}; it is a number of bytes, or 0.")
         if self.blocksize < 0:
             raise ConfigError(f"blocksize is {self.blocksize}; set 256, or 0 to cut between rows.")
         if self.uneven == "error" and self.bucketing != "none":

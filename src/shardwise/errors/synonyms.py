@@ -79,6 +79,7 @@ _OPTIONS = {
     ),
     'that is offload="everything" here': "cpu_offload offload_policy offload_params offload_param",
     'that is offload="optimizer" here': "offload_optimizer",
+    "that is unsharded= here: bytes, or names of units": "residency",  # ours in 0.1, for one more
     "that is ignored= here: modules, parameters or their names": (
         "ignored_modules ignored_parameters ignored_params ignored_states"
     ),

@@ -37,7 +37,7 @@ from shardwise.comm.machine.accelerators import check_kernels
 from shardwise.comm.machine.connect import comm_for
 from shardwise.comm.mesh import Ranks
 from shardwise.comm.protocol import Comm
-from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.checkpointing import ActivationCheckpointing, NamedUnits
 from shardwise.config.ignored import Ignored
 from shardwise.config.options import Options, check_type, default_init
 from shardwise.config.placement import Placement
@@ -116,7 +116,7 @@ def load(
     bucketing: Literal["block", "layer", "none"] = "block",
     uneven: Literal["pad", "error"] = "pad",
     blocksize: int = 0,
-    residency: int = 0,
+    unsharded: int | NamedUnits = 0,
     sync_module_states: bool = True,
     ignored: Ignored = (),
     buffers: Literal["local", "broadcast", "average"] = "local",

@@ -100,6 +100,7 @@ def draw_on(
     """A blueprint of ``model`` for one rank; arguments are those of ``shard()``."""
     units, alignment = choose_units(model, wrap, options.ignored), row(device).alignment
     cut = {unit.name: specs_of(unit, options, grid, placement, alignment) for unit in units}
-    specs = {name: tuple(each) for name, each in with_residency(cut, options.residency).items()}
+    stay = with_residency(cut, units, options.unsharded)
+    specs = {name: tuple(each) for name, each in stay.items()}
     policy = policy_of([spec for each in specs.values() for spec in each], options.prefetch)
     return Blueprint(units, specs, placement, policy, grid, device, options)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.checkpointing import NamedUnits
 from shardwise.config.options import blocks
 from shardwise.config.strategies import PRESETS, STRATEGIES, placement_of
 from shardwise.plan import order
@@ -72,11 +73,11 @@ def table_of(
     ranks: tuple[int, int],
     optimizer: str = "adamw",
     mesh: tuple[int, int] | None = None,
-    residency: int = 0,
+    unsharded: int | NamedUnits = 0,
     **options: Any,
 ) -> list[Kept]:
     """One row for each strategy; the arguments are those of ``blueprints``."""
-    drawn = blueprints(model, ranks, mesh, residency, **options)
+    drawn = blueprints(model, ranks, mesh, unsharded, **options)
     return [kept(model, blueprint, optimizer) for blueprint in drawn]
 
 
@@ -84,16 +85,16 @@ def blueprints(
     model: nn.Module,
     ranks: tuple[int, int],
     mesh: tuple[int, int] | None = None,
-    residency: int = 0,
+    unsharded: int | NamedUnits = 0,
     **options: Any,
 ) -> Iterator[Blueprint]:
     """One for each strategy, for rank ``ranks[0]`` of ``ranks[1]``; hybrids need a ``mesh``.
 
-    ``mesh`` and ``residency`` are those of the strategies that can use them.
+    ``mesh`` and ``unsharded`` are those of the strategies that can use them.
     """
     for strategy in PRESETS if mesh else STRATEGIES:
         options["mesh"] = mesh_of(strategy, mesh)
-        options["residency"] = 0 if placement_of(strategy).resident else residency
+        options["unsharded"] = 0 if placement_of(strategy).resident else unsharded
         yield draw(model, strategy, ranks=ranks, **options)
 
 

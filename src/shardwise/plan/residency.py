@@ -1,4 +1,4 @@
-"""Full buckets that stay in memory, within a number of bytes.
+"""Full buckets that stay in memory: those of named units, or within a number of bytes.
 
 A frozen bucket that stays is never gathered again, so those come first. A trained unit that stays
 from its first use to its last saves one of the two gathers of ``full_shard``: its values are new in
@@ -7,41 +7,52 @@ the next step. Of each kind the largest that fits is taken first.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shardwise.config.checkpointing import NamedUnits
 from shardwise.errors import ConfigError
 from shardwise.plan.spec import BucketSpec
+from shardwise.plan.units.selection import select
+from shardwise.plan.units.units import Units
 
 __all__ = ["with_residency"]
 
 Specs = Mapping[str, Sequence[BucketSpec]]
 
 
-def with_residency(specs: Specs, budget: int) -> dict[str, list[BucketSpec]]:
+def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits) -> Specs:
     """The specs of each unit, by its name; those that stay say so.
 
     Args:
-        budget: bytes of full buckets on this rank.
+        unsharded: which units, or how many bytes of full buckets on this rank.
 
     Raises:
-        ConfigError: the strategy keeps all full buckets anyway.
+        ConfigError: no such unit, or the strategy keeps all full buckets anyway.
     """
+    if not unsharded:
+        return specs
     every = [spec for buckets in specs.values() for spec in buckets]
-    if budget and all(spec.placement.resident for spec in every):
+    if all(spec.placement.resident for spec in every):
         raise ConfigError(
-            f"residency={budget:,} has no effect: with {every[0].placement.name} all full buckets "
-            "stay in memory, and frozen ones are gathered once. Leave it out."
+            f"unsharded={unsharded!r} has no effect: with {every[0].placement.name} all full "
+            "buckets stay in memory, and frozen ones are gathered once. Leave it out."
         )
-    frozen = [spec for spec in every if not (spec.trainable or spec.placement.resident)]
-    kept, left = set[BucketSpec](), budget
+    if isinstance(unsharded, int):
+        chosen, left = list(specs), unsharded
+    else:
+        chosen = [unit.name for unit in select("unsharded", unsharded, units)]
+        left = sys.maxsize
+    frozen = [s for s in every if s.unit in chosen and not (s.trainable or s.placement.resident)]
+    kept = set[BucketSpec]()
     for spec in sorted(frozen, key=_nbytes, reverse=True):
         if _nbytes(spec) <= left:
             kept.add(spec)
             left -= _nbytes(spec)
-    rest = {unit: sum(_nbytes(s) for s in specs[unit] if s not in kept) for unit in specs}
+    rest = {unit: sum(_nbytes(s) for s in specs[unit] if s not in kept) for unit in chosen}
     placements = {unit: specs[unit][0].placement for unit in specs}
-    for unit in sorted(rest, key=lambda unit: rest[unit], reverse=True) if budget else ():
+    for unit in sorted(rest, key=lambda unit: rest[unit], reverse=True):
         if rest[unit] <= left and placements[unit].frees:
             placements[unit] = replace(placements[unit], parameters=())
             left -= rest[unit]

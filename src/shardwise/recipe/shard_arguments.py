@@ -23,7 +23,7 @@ def shard_arguments(config: ShardingConfig) -> dict[str, Any]:
         "mesh": config.mesh,
         "bucketing": config.bucketing,
         "buffers": config.buffers,
-        "residency": config.residency,
+        "unsharded": config.unsharded,
         "activation_checkpointing": checkpointing_of(config),
         "compile": config.compile,
         "offload": config.offload,

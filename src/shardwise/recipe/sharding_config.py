@@ -96,8 +96,10 @@ class ShardingConfig(Section):
     buffers: Literal["local", "broadcast", "average"] = Field(
         "local", description="of ranks: their own, rank 0's, or their mean, before each forward"
     )
-    residency: int = Field(
-        0, ge=0, description="bytes of full buckets that stay gathered, frozen ones first"
+    unsharded: Annotated[
+        str | list[str] | Annotated[int, Field(ge=0)], BeforeValidator(_whole_number)
+    ] = Field(
+        0, description="units that stay gathered: names, classes, or bytes, frozen ones first"
     )
     sync_each_micro_batch: bool = Field(
         False, description="reduce gradients after each micro-batch, not once per step"

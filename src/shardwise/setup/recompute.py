@@ -10,7 +10,6 @@ gradient, so frozen embeddings and LoRA work too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.config.checkpointing import ActivationCheckpointing
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
+from shardwise.plan.units.selection import select
 from shardwise.plan.units.units import Unit
 from shardwise.torch_internals import storage_key
 
@@ -33,31 +33,10 @@ def picked(policy: ActivationCheckpointing, units: Sequence[Unit]) -> list[nn.Mo
     # A unit of several modules (a tied embedding and head) is not one call, nor is the root.
     called = [unit for unit in units if len(unit.modules) == 1 and unit.name]
     names = [unit.class_name for unit in called]
-    given = (policy.units,) if isinstance(policy.units, str | type) else policy.units
-    patterns = [one if isinstance(one, str) else one.__name__ for one in given]
-    for pattern in patterns:
-        if not any(_matches(unit, pattern) for unit in called):
-            raise _no_such_unit(pattern, called)
-    chosen = [
-        unit
-        for unit in called
-        if (any(_matches(unit, pattern) for pattern in patterns) if patterns
-            else names.count(unit.class_name) > 1)
-    ]  # fmt: skip
+    chosen = [unit for unit in called if names.count(unit.class_name) > 1]
+    if policy.units:
+        chosen = select("activation_checkpointing", policy.units, called)
     return [unit.modules[0] for unit in chosen[policy.every - 1 :: policy.every]]
-
-
-def _matches(unit: Unit, pattern: str) -> bool:
-    return unit.class_name == pattern or fnmatchcase(unit.name, pattern)
-
-
-def _no_such_unit(pattern: str, units: Sequence[Unit]) -> ConfigError:
-    known = dict.fromkeys((*(u.class_name for u in units), *(u.name for u in units)))
-    hint = f"Nearest first: {', '.join(nearest(pattern, known, limit=8))}. Name one of these."
-    return ConfigError(
-        f"activation_checkpointing names {pattern!r}, which is neither the class nor the name of a "
-        f"unit with one module. {hint if known else 'There is none: make some with wrap=.'}"
-    )
 
 
 def check_own_checkpointing(model: nn.Module) -> None:

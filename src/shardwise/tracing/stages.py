@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from shardwise.comm.grid import Shape
 from shardwise.comm.mesh import Ranks
 from shardwise.comm.protocol import Comm
-from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.checkpointing import ActivationCheckpointing, NamedUnits
 from shardwise.config.ignored import Ignored
 from shardwise.config.options import Options, default_init
 from shardwise.config.precision import Precision
@@ -174,7 +174,7 @@ def trace(
     bucketing: Literal["block", "layer", "none"] = "block",
     uneven: Literal["pad", "error"] = "pad",
     blocksize: int = 0,
-    residency: int = 0,
+    unsharded: int | NamedUnits = 0,
     sync_module_states: bool = True,
     ignored: Ignored = (),
     buffers: Literal["local", "broadcast", "average"] = "local",

@@ -63,6 +63,11 @@ class Unit:
     members: tuple[Member, ...]  # at least one, in order of registration
 
     @property
+    def title(self) -> str:
+        """Its name as it is shown."""
+        return self.name or "(root)"
+
+    @property
     def numel(self) -> int:
         """Elements, without padding."""
         return sum(member.numel for member in self.members)
@@ -108,7 +113,7 @@ class Units(Sequence[Unit]):
     def __str__(self) -> str:
         """One line per unit and a total."""
         columns = {
-            "unit": [*(unit.name or "(root)" for unit in self), "total"],
+            "unit": [*(unit.title for unit in self), "total"],
             "class": [*(unit.class_name for unit in self), ""],
             "parameters": _summed(unit.numel for unit in self),
             "bytes": _summed(unit.nbytes for unit in self),
