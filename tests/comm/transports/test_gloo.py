@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -298,7 +299,7 @@ def test_a_killed_rank_is_named_when_the_others_agree(transport: str) -> None:
     assert max(seconds, their_seconds) < SOON
 
 
-KEPT: list[Comm] = []  # what a process holds until its end
+KEPT: list[object] = []  # what a process holds until its end
 
 
 def end_early(rank: int, world: int, folder: str, transport: str) -> tuple[float, str] | None:
@@ -322,6 +323,50 @@ def test_the_end_of_a_process_is_told_to_those_who_wait(transport: str) -> None:
     assert "rank 1 has left (its process ended normally after 2 collectives)" in text
     assert "while rank 0 waits at gather blocks.4 (collective 2, 1,024 bytes)" in text
     assert seconds < SOON
+
+
+def end_within_a_message(rank: int, world: int, folder: str, is_killed: bool) -> object:
+    """Rank 1 ends when a part of its long message has come to rank 0, which does not yet wait."""
+    posted = Path(folder, "posted")
+    with gloo_group(rank, world, folder):
+        comm = over(dist.group.WORLD, transport="messages")
+        KEPT.append(comm)
+        full = torch.full([8 << 20], float(rank))
+        if rank == 0:
+            flying = comm.all_gather(full, Label("gather", "blocks.3"))
+            posted.with_name(f"{os.getpid()}.pid").touch()
+            posted.touch()
+            time.sleep(1.5)
+            if is_killed:
+                return error_of(flying.wait)
+            flying.wait()
+            return full.sum().item()
+        wait_for(posted)
+        (peer,) = (int(path.stem) for path in posted.parent.glob("*.pid"))
+        os.kill(peer, signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {peer}"])
+        KEPT.append(comm.all_gather(full, Label("gather", "blocks.3")))
+        if is_killed:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+
+@pytest.mark.spawn
+def test_a_rank_that_is_killed_within_a_message_is_named_within_seconds() -> None:
+    """gloo leaves a message of which a part has come to its own timeout of half an hour."""
+    waits, ends = outcomes_of(2, end_within_a_message, True)
+    assert (waits.error, ends.exitcode) == ("", -signal.SIGKILL)
+    seconds, text = waits.value
+    assert text.startswith("rank 1 ended without a reason (killed, crashed or disconnected) while")
+    assert seconds < SOON
+
+
+@pytest.mark.spawn
+def test_the_last_message_of_a_process_that_ends_arrives() -> None:
+    waits, ends = outcomes_of(2, end_within_a_message, False)
+    assert (waits.error, ends.error, ends.exitcode) == ("", "", 0)
+    assert waits.value == 4 << 20
 
 
 # --- between threads ---------------------------------------------------------------------------

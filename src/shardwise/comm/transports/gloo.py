@@ -10,9 +10,13 @@ through a second buffer and send a reduce-scatter as an all-reduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
+from queue import SimpleQueue
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -24,11 +28,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shardwise.comm.machine.meeting import new_client, on_thread
 from shardwise.comm.transports.messages import MessagesComm
 from shardwise.comm.transports.transport import IMMEDIATE, Shutdown
-from shardwise.comm.watchdog.desync import NO_TAG, Collective
+from shardwise.comm.watchdog.desync import NO_TAG, PROBE_TAG, Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog, weakly
 from shardwise.errors import RanksDisagree
 
 IMMEDIATELY = timedelta(milliseconds=1)
+POLL_INTERVAL = 0.5  # seconds between two looks whether a wait for a long message has failed
+LONG = 256 << 10  # bytes of a collective from which a message may come in parts
+LAST_MESSAGES = timedelta(seconds=5)  # a rank that leaves waits so long for what it has sent
 
 
 class GlooComm(MessagesComm):
@@ -92,22 +99,34 @@ class GlooComm(MessagesComm):
         return self._watchdog.fail(reason)
 
     def _leave(self, reason: str) -> None:
+        failed = bool(self._watchdog.failure)
         self._watchdog.leave(reason, self.shutdown.linger)
+        for _, work in chain(*self._works.values()) if not failed else ():
+            with suppress(RuntimeError):  # a wait that ends without success closes connections
+                work.wait(LAST_MESSAGES)
         self._interrupt()  # otherwise transfers in flight would write into freed memory
         self._group = None
 
     def _complete(self, collective: Collective) -> None:
         since = monotonic()
         for peer, work in self._works[collective.seq]:
-            self._watchdog.waits = Wait(collective, since, peer)
+            probe = partial(probe_connection, self._group, peer)
+            self._watchdog.waits = Wait(collective, since, peer, probe=probe)
             try:
-                # A closed connection fails the operation that is being waited for; a later wait
-                # would end only at gloo's own timeout.
-                work.wait(IMMEDIATELY) if self._watchdog.failure else work.wait()
+                if self._watchdog.failure:
+                    work.wait(IMMEDIATELY)
+                elif collective.nbytes < LONG:
+                    work.wait()
+                else:
+                    self._waits.carry_out(work.wait, self._watchdog.raise_if_failed)
             except RuntimeError as error:
                 raise self._watchdog.explain(error, peer) from error
         self._watchdog.waits = None
         del self._works[collective.seq]
+
+    @cached_property
+    def _waits(self) -> _WaitsInCpp:
+        return _WaitsInCpp()
 
     def _interrupt(self) -> None:
         if self._group is not None:
@@ -123,3 +142,43 @@ def close_connections(group: Any, peer: int) -> None:
     with suppress(RuntimeError):
         buffer = torch.empty(1)
         group.recv([buffer], peer, NO_TAG).wait(IMMEDIATELY)
+
+
+def probe_connection(group: Any, peer: int) -> None:
+    """Raise ``RuntimeError`` if the connection to ``peer`` is closed; nobody receives the message.
+
+    When a connection closes, gloo fails every message of which nothing has been sent or received,
+    and leaves one that was on its way to its timeout.
+    """
+    group.send([torch.empty(1)], peer, PROBE_TAG)
+
+
+class _WaitsInCpp:
+    """A thread that waits for gloo, so that this rank's own can be woken."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], object], Future[None]] | None] = SimpleQueue()
+        Thread(target=_carry_out, args=(self._calls,), name="shardwise-wait", daemon=True).start()
+
+    def carry_out(self, call: Callable[[], object], check: Callable[[], None]) -> None:
+        """Return when ``call`` has returned on the thread; meanwhile ``check`` may raise."""
+        ended: Future[None] = Future()
+        self._calls.put((call, ended))
+        while True:
+            with suppress(TimeoutError):
+                return ended.result(POLL_INTERVAL)
+            check()
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+def _carry_out(calls: SimpleQueue[tuple[Callable[[], object], Future[None]] | None]) -> None:
+    while item := calls.get():
+        call, ended = item
+        try:
+            call()
+            ended.set_result(None)
+        except RuntimeError as error:
+            ended.set_exception(error)
+        del item, call, ended  # the work is the waiting thread's

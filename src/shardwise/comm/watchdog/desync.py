@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 UNUSABLE = "This group cannot be used any more."
 NOWHERE: Mapping[int, str] = {}
-NO_TAG = 2**31 - 1  # no collective has this tag, so a message with it never matches another
+# No collective has these tags, so a message with one of them never matches another.
+NO_TAG, PROBE_TAG = 2**31 - 1, 2**31 - 2
 
 
 class Collective(NamedTuple):
@@ -28,9 +29,9 @@ class Collective(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A hash of all fields, in ``range(NO_TAG)``, so mismatched messages never match."""
+        """A hash of all fields, in ``range(PROBE_TAG)``, so mismatched messages never match."""
         fields = f"{self.seq} {self.kind} {self.op} {self.unit} {self.nbytes}"
-        return zlib.crc32(fields.encode()) % NO_TAG
+        return zlib.crc32(fields.encode()) % PROBE_TAG
 
     @property
     def details(self) -> str:

@@ -43,6 +43,7 @@ class Wait(NamedTuple):
     since: float  # ``monotonic()`` at its start
     peer: int | None = None  # the rank whose message is missing, if it is known
     is_complete: Callable[[], bool] = lambda: False  # for work on a stream, which ends unnoticed
+    probe: Callable[[], None] = lambda: None  # raises RuntimeError if ``peer`` cannot be reached
 
 
 class Watchdog:
@@ -191,6 +192,11 @@ class Watchdog:
                 next_warning = FIRST_WARNING
             age = monotonic() - waits.since
             if age < next_check:
+                continue
+            try:
+                waits.probe()
+            except RuntimeError as error:
+                self.explain(error, waits.peer)
                 continue
             reason, text = self._check(waits, age)
             if reason:
