@@ -31,7 +31,8 @@ def test_all_buckets_are_gathered_and_freed_together() -> None:
     _, state = block(FakeComm(0, 2))
     state.carry_out(Op.GATHER)
     assert all(bucket.gathered for bucket in state.buckets)
-    state.ready()
+    for bucket in state.buckets:
+        bucket.ready()
     assert all(bucket.is_whole for bucket in state.buckets)
     state.free()
     assert not any(bucket.gathered for bucket in state.buckets)
@@ -79,8 +80,7 @@ def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
     state.trainable[0].gradients.collect(
         0, torch.ones(state.trainable[0].layout.slots[0].shape), carried=True
     )
-    state.abandon()
-    state.drop_gradients()
+    state.abandon(drops=True)
     assert_at_rest(sharded)
     train(sharded.model, mostly_frozen_batch(0, 2))
     assert_at_rest(sharded)
@@ -102,14 +102,16 @@ def test_ranks_that_map_one_bucket_wait_before_and_after_one_of_them_keeps_what_
     comm.memory.shared = True
     _, state = block(comm)
     comm.fences.clear()
-    state.ready()
+    for bucket in state.buckets:
+        bucket.ready()
     with torch.no_grad():
         for bucket in state.buckets:
             bucket.params[0].fill_(3.0)
     state.free()
     assert comm.fences == ["fence written parameters"] * 2
     assert (state.trainable[0].shard == 3.0).any()
-    state.ready()
+    for bucket in state.buckets:
+        bucket.ready()
     state.free()
     state.carry_out(Op.GATHER)  # and never used
     state.free()

@@ -73,10 +73,6 @@ class Gradients:
         """Has every trained parameter's gradient arrived since the unit's backward began?"""
         return self.trained <= self.arrived_now
 
-    def touched_flags(self) -> list[bool]:
-        """Per parameter: did a gradient arrive since the last ``deliver``?"""
-        return [index in self.touched for index in range(len(self._small))]
-
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
         self.adopt()

@@ -358,17 +358,14 @@ class Bucket:
             name = next(member.name for member, version, before in now if version != before)
             raise written_by_all_ranks(name, self.spec.shard.size)
         with torch.no_grad(), disable_torch_function():
-            shown = self._as_gathered()
+            cast = self.shard.to(self.full.device).to(self.dtypes.param)  # as a gather casts it
+            shown = self.spec.rest_views(cast)
             for index, (param, full) in enumerate(zip(self.params, self._full_views, strict=True)):
                 whole = Tensor.detach(param)
                 if (whole.shape, whole.dtype) != (full.shape, full.dtype):
                     raise wrong_replacement(self.members[index].name, full, whole)
                 self._take_written(self._rest_views[index], self.part(index, whole), shown[index])
         self.expire()
-
-    def _as_gathered(self) -> list[Tensor]:
-        """Cast what this rank holds of each parameter as it is cast when gathered."""
-        return self.spec.rest_views(self.shard.to(self.full.device).to(self.dtypes.param))
 
     def _take_written(self, shard: Tensor, part: Tensor, shown: Tensor) -> None:
         if shown.data_ptr() == shard.data_ptr():

@@ -79,7 +79,8 @@ class Runtime:
     def enter(self, unit: str, phase: Phase, listed: bool = True) -> None:
         """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation."""
         if phase is Phase.BACKWARD:
-            self.units[unit].begin_backward()
+            for bucket in self.units[unit].trainable:
+                bucket.gradients.arrived_now.clear()
         try:
             if listed:
                 self._cue(Cue(Op.ENTER, unit, phase))
@@ -98,7 +99,8 @@ class Runtime:
         """Unshard a unit now, whatever the schedule says."""
         if unit not in self.facts.gathered:
             self._carry_out(self.policy.gathering(unit, phase, reason))
-        self.units[unit].ready()
+        for bucket in self.units[unit].buckets:
+            bucket.ready()
 
     def _cue(self, cue: Cue) -> None:
         step = self._cursor.match(cue)
@@ -317,7 +319,9 @@ class Runtime:
         """At once after an exception: parameters and ``.grad`` are those of units at rest."""
         for name, state in self.units.items():
             if not self.facts.forward[name]:  # a call of the user's goes on in it
-                state.show_shards()
+                for bucket in state.buckets:
+                    bucket.rest()
+                    bucket.gradients.restore()
 
     def abandon(self, why: str, drops: bool) -> None:
         """Forget a pass that stopped; ``drops``: and all that was collected and not reduced."""
@@ -328,9 +332,7 @@ class Runtime:
         )
         log.warning("%s: %s are as before it", why, kept)
         for state in self.units.values():
-            state.abandon()
-            if drops:
-                state.drop_gradients()
+            state.abandon(drops)
         self.facts.forget_pass()
         self._cursor.ended = True
         if drops:

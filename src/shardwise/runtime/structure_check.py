@@ -34,7 +34,7 @@ class StructureCheck:
         self._model, self._params = model, dict(model.named_parameters(remove_duplicate=False))
         self._containers = [module for module in model.modules() if isinstance(module, CONTAINERS)]
         self._lengths = self._lengths_now()
-        self._changed = False
+        self.changed = False  # was a module or parameter registered in the model?
 
     def install(self) -> None:
         _install_hooks()
@@ -47,13 +47,9 @@ class StructureCheck:
             _watched.pop(module, None)
         unmark(self._modules)
 
-    def mark_changed(self) -> None:
-        """A module or parameter was registered in the model."""
-        self._changed = True
-
     def check(self) -> None:
         """``compare``, if anything was registered since it last succeeded."""
-        if self._changed or self._lengths_now() != self._lengths:
+        if self.changed or self._lengths_now() != self._lengths:
             self.compare()
 
     def compare(self) -> None:
@@ -64,7 +60,7 @@ class StructureCheck:
                 raise _change_error(name, "replaced" if name in self._params else "added")
         if removed := [name for name in self._params if name not in current]:
             raise _change_error(removed[0], "removed")
-        self._changed, self._lengths = False, self._lengths_now()
+        self.changed, self._lengths = False, self._lengths_now()
 
     def _lengths_now(self) -> list[int]:
         return [len(children_of(module)) for module in self._containers]
@@ -103,6 +99,6 @@ def _install_hooks() -> None:
 def _on_registration(module: nn.Module, _: str, value: nn.Module | nn.Parameter | None) -> None:
     """Called before ``value`` is registered in ``module``, for all modules of the process."""
     if (reference := _watched.get(module)) is not None and (check := reference()) is not None:
-        check.mark_changed()
+        check.changed = True
     elif isinstance(value, nn.Module) and value in _watched:
         refuse_wrapper(module, value)

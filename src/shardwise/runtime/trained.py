@@ -69,8 +69,8 @@ class Trained:
         return flags if flags != self._flags else []
 
     def ask_used(self) -> Callable[[], list[bool]]:
-        flags = [flag for bucket in self.buckets for flag in bucket.gradients.touched_flags()]
-        return ask_used(flags, self._comm)
+        arrived = [at in b.gradients.touched for b in self.buckets for at in range(len(b.params))]
+        return ask_used(arrived, self._comm)
 
     def end_backward(self, used: Callable[[], list[bool]] | None) -> None:
         """Give every shard its mean gradient, or what this rank has collected so far.

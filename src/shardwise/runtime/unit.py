@@ -65,15 +65,6 @@ class UnitState:
         for bucket in self.trainable if op in OF_GRADIENTS else ():
             OF_GRADIENTS[op](bucket.gradients)
 
-    def ready(self) -> None:
-        for bucket in self.buckets:
-            bucket.ready()
-
-    def begin_backward(self) -> None:
-        """A call's backward pass begins: no gradient has come since."""
-        for bucket in self.trainable:
-            bucket.gradients.arrived_now.clear()
-
     def free(self, still_read: bool = False) -> None:
         """Point the parameters at shards; ``still_read``: their memory stays."""
         try:
@@ -87,22 +78,16 @@ class UnitState:
         for bucket in self.buckets:
             bucket.expect_step() if steps_only else bucket.expire()
 
-    def show_shards(self) -> None:
-        """Show shards and their ``.grad`` after a pass that stopped. Nobody waits."""
-        for bucket in self.buckets:
-            bucket.rest()
-            bucket.gradients.restore()
+    def abandon(self, drops: bool) -> None:
+        """Be at rest after a pass that stopped half-way, even if the group is dead by now.
 
-    def abandon(self) -> None:
-        """Be at rest after a pass that stopped half-way, even if the group is dead by now."""
+        ``drops``: forget what was collected and not reduced, or is on its way.
+        """
         for bucket in self.buckets:
             with contextlib.suppress(RanksDisagree):
                 bucket.free()
-
-    def drop_gradients(self) -> None:
-        """Forget what was collected and not reduced, or is on its way."""
-        for bucket in self.buckets:
-            bucket.gradients.drop()
+            if drops:
+                bucket.gradients.drop()
 
     def nbytes(self) -> UnitBytes:
         """Bytes, padding included."""
