@@ -179,17 +179,14 @@ def _new_axes(
 
 def _axes_of(mesh: DeviceMesh, timeout: float, transport: str) -> tuple[Comm, Comm]:
     """This rank's axes of a mesh."""
-    return (
-        _axis_of(mesh, 0, "replicate", timeout, transport),
-        _axis_of(mesh, 1, "shard", timeout, transport),
-    )
 
+    def axis(at: int, name: str) -> Comm:
+        group = mesh.get_group(at)
+        shutdown = Shutdown(where=axis_name(name, dist.get_process_group_ranks(group)))
+        device = _current_device(group, mesh.device_type)
+        return _comm(group, device, timeout, shutdown, transport)
 
-def _axis_of(mesh: DeviceMesh, at: int, name: str, timeout: float, transport: str) -> Comm:
-    group = mesh.get_group(at)
-    shutdown = Shutdown(where=axis_name(name, dist.get_process_group_ranks(group)))
-    device = _current_device(group, mesh.device_type)
-    return _comm(group, device, timeout, shutdown, transport)
+    return axis(0, "replicate"), axis(1, "shard")
 
 
 def _comm(

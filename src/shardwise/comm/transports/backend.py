@@ -29,7 +29,6 @@ from shardwise.comm.transports.gloo import close_connections
 from shardwise.comm.transports.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
 from shardwise.comm.watchdog.desync import Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog, weakly
-from shardwise.errors import RanksDisagree
 
 SUCCESS = 0  # of torch's C++ enum WorkResult
 
@@ -60,15 +59,10 @@ class BackendComm(Group):
         self._gather_group = self._reduce_group = group
         self._is_gloo = dist.get_backend(group) == "gloo"
         self._watchdog = Watchdog(
-            store,
-            self.rank,
-            self.size,
-            weakly(self._interrupt),
-            timeout,
-            shutdown.where,
-            shutdown.failure,
+            *(store, self.rank, self.size, weakly(self._interrupt), timeout),
+            *(shutdown.where, shutdown.failure),
         )
-        try:
+        with self._watchdog.meeting():
             self._watchdog.greet("start")
             # All processes must call new_group, so it can be called only for a group of all
             # ranks. A mesh axis uses one process group, with less overlap.
@@ -80,9 +74,6 @@ class BackendComm(Group):
                     timeout=torch_timeout, group_desc="shardwise reductions"
                 )
             self.has_average = has_average and self.average_is_right()
-        except BaseException as error:
-            self._watchdog.leave(f"it raised {error!r}")
-            raise
         self._opened()
 
     @property
@@ -125,9 +116,6 @@ class BackendComm(Group):
 
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         return self._watchdog.gather_texts(collective, text)
-
-    def _fail(self, reason: str) -> RanksDisagree:
-        return self._watchdog.fail(reason)
 
     def _leave(self, reason: str) -> None:
         self._watchdog.leave(reason, self.shutdown.linger)

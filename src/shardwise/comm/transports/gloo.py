@@ -30,7 +30,6 @@ from shardwise.comm.transports.messages import MessagesComm
 from shardwise.comm.transports.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog.desync import NO_TAG, PROBE_TAG, Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog, weakly
-from shardwise.errors import RanksDisagree
 
 IMMEDIATELY = timedelta(milliseconds=1)
 POLL_INTERVAL = 0.5  # seconds between two looks whether a wait for a long message has failed
@@ -52,14 +51,11 @@ class GlooComm(MessagesComm):
             store, rank, size, weakly(self._interrupt), timeout, shutdown.where, shutdown.failure
         )
         self.watched = self._watchdog
-        try:
+        with self._watchdog.meeting():
             self._watchdog.greet("start")  # names missing ranks, which gloo does not
             self._watchdog.greet("connection", rendezvous=lambda: self._connect(store, timeout))
             # Otherwise a rank could close while a peer still connects.
             self._watchdog.greet("end of connection")
-        except BaseException as error:
-            self._watchdog.leave(f"it raised {error!r}")
-            raise
         self._opened()
 
     def _connect(self, store: Store, timeout: float) -> None:
@@ -94,9 +90,6 @@ class GlooComm(MessagesComm):
             self._all_gather(collective, full).complete()
 
         return self._watchdog.gather_texts(collective, text, exchange_messages)
-
-    def _fail(self, reason: str) -> RanksDisagree:
-        return self._watchdog.fail(reason)
 
     def _leave(self, reason: str) -> None:
         failed = bool(self._watchdog.failure)

@@ -37,7 +37,6 @@ from shardwise.comm.transports.arena import PAGE, Arena, Heap, SymmetricHeap
 from shardwise.comm.transports.transport import IMMEDIATE, Group, InFlight, Shutdown, Transfer, noop
 from shardwise.comm.watchdog.desync import Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog
-from shardwise.errors import RanksDisagree
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Missing = Callable[[], int | None]  # a peer that is waited for
@@ -59,15 +58,12 @@ def shared_memory(
 
     store = PrefixStore("memory/", store)
     watchdog = Watchdog(store, rank, size, interrupt, timeout, shutdown.where, shutdown.failure)
-    try:
+    with watchdog.meeting():
         arenas, pids = _open_everywhere(watchdog, rank)
         if arenas is None:
             watchdog.leave("the ranks cannot share memory")
             return None
         comm = SharedMemoryComm(rank, size, watchdog, arenas, pids, shutdown)
-    except BaseException as error:
-        watchdog.leave(f"it raised {error!r}")
-        raise
     abort_flag.append(comm.abort_flag)
     return comm
 
@@ -184,8 +180,9 @@ class SharedMemoryComm(Group):
 
         def finish() -> None:
             pieces = list(rows_of(own, self.size).unbind())
+            start = self.rank * pieces[self.rank].nbytes
             for peer in self.peers:
-                pieces[peer] = self._piece(peer, collective, pieces[peer], self.rank)
+                pieces[peer] = self._piece(peer, collective, pieces[peer], start)
             on_received(pieces)
 
         return self._transfer(collective, finish)
@@ -214,7 +211,7 @@ class SharedMemoryComm(Group):
             for peer in self.peers:
                 if places[peer].numel():
                     start = sum(sizes[peer][: self.rank]) * sent.itemsize
-                    places[peer].copy_(self._piece_at(peer, collective, places[peer], start))
+                    places[peer].copy_(self._piece(peer, collective, places[peer], start))
 
         return self._transfer(collective, finish)
 
@@ -228,9 +225,6 @@ class SharedMemoryComm(Group):
         self._common_heap.reuse(set.intersection(*(set(unused) for _, unused in pairs)))
         self._own_heap.trim()
         return [text for text, _ in pairs]
-
-    def _fail(self, reason: str) -> RanksDisagree:
-        return self._watchdog.fail(reason)
 
     def _leave(self, reason: str) -> None:
         self._watchdog.leave(reason, self.shutdown.linger)
@@ -277,12 +271,8 @@ class SharedMemoryComm(Group):
         self._post(collective, offset)
         return data
 
-    def _piece(self, peer: int, collective: Collective, shape: Tensor, index: int) -> Tensor:
-        """Piece ``index`` of what ``peer`` published, with size and dtype of ``shape``."""
-        return self._piece_at(peer, collective, shape, index * shape.nbytes)
-
-    def _piece_at(self, peer: int, collective: Collective, shape: Tensor, start: int) -> Tensor:
-        """The same, ``start`` bytes behind the beginning."""
+    def _piece(self, peer: int, collective: Collective, shape: Tensor, start: int) -> Tensor:
+        """A piece, like ``shape``, of what ``peer`` published: from byte ``start`` on."""
         start += int(self._rows[peer, collective.seq % ROWS, 2])
         return self._own[peer].tensor(start, shape.numel(), shape.dtype)
 

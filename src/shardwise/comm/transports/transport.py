@@ -104,6 +104,7 @@ class Group(Comm):
     waiting for a slow rank raises.
     """
 
+    _watchdog: Watchdog  # of ranks that are processes
     #: Where a wait stops this rank until others have issued what it waits for.
     watched: Watchdog | None = None
     #: Does it close when nobody uses it any more? That is at another time on every rank.
@@ -149,9 +150,9 @@ class Group(Comm):
     def _gather_texts(self, collective: Collective, text: str) -> list[str]:
         """Every rank's ``text``, by rank, outside the data path."""
 
-    @abstractmethod
     def _fail(self, reason: str) -> RanksDisagree:
         """Make the group unusable on all ranks, and return the error to raise."""
+        return self._watchdog.fail(reason)
 
     @abstractmethod
     def _leave(self, reason: str) -> None:

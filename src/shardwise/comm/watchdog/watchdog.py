@@ -16,7 +16,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import NamedTuple
 
@@ -92,6 +93,15 @@ class Watchdog:
         self.raise_if_failed()
         self._recent.append(collective)
         self._issued = collective.seq + 1
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Leave the group, with the reason, where the block raises: the ranks meet inside."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave(f"it raised {error!r}")
+            raise
 
     def greet(
         self, purpose: str, text: str = "", rendezvous: Callable[[], None] = lambda: None
