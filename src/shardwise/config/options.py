@@ -103,19 +103,5 @@ class Options:
     @property
     def offload_words(self) -> str:
         """`` with optimizer state in host memory``, or ``""``."""
-        return _OFFLOAD_WORDS[self.offload]
-
-
-_OFFLOAD_WORDS = {
-    "none": "",
-    "optimizer": " with optimizer state in host memory",
-    "everything": " with everything in host memory",
-}
-
-
-def check_type(name: str, value: object, kind: type, example: str) -> None:
-    """Raise ``ConfigError`` if an argument is of another kind."""
-    if not isinstance(value, kind):
-        raise ConfigError(
-            f"{name} is {value!r}, and not a {kind.__name__}. Pass one, for example {example}."
-        )
+        kept = {"optimizer": "optimizer state"}.get(self.offload, self.offload)
+        return "" if self.offload == "none" else f" with {kept} in host memory"

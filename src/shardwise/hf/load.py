@@ -39,7 +39,7 @@ from shardwise.comm.mesh import Ranks
 from shardwise.comm.protocol import Comm
 from shardwise.config.checkpointing import ActivationCheckpointing, NamedUnits
 from shardwise.config.ignored import Ignored
-from shardwise.config.options import Options, check_type, default_init
+from shardwise.config.options import Options, default_init
 from shardwise.config.placement import Placement
 from shardwise.config.precision import Precision
 from shardwise.config.prefetch import Prefetch
@@ -152,7 +152,7 @@ def load(
     options = taken(Options, {**locals(), "init": default_init, "load_later": frozenset()})
     comm = comm_for(comm, mesh)
     if dtype is not None:
-        check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
+        _check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
     changes = Changes(quantization, lora, _tokens(new_tokens))
     changes.check(precision.param_dtype, comm.device)
     shard_it = partial(shard, strategy=strategy, wrap=wrap, comm=comm, **vars(options))
@@ -206,13 +206,15 @@ class Changes(NamedTuple):
             from transformers import BitsAndBytesConfig
 
             example = "transformers.BitsAndBytesConfig(load_in_4bit=True)"
-            check_type("quantization", self.quantization, BitsAndBytesConfig, example)
+            _check_type("quantization", self.quantization, BitsAndBytesConfig, example)
             check_compute(self.quantization, computed)
             check_kernels(device, self.quantization.quantization_method())
         if self.lora is not None:
             from peft import LoraConfig
 
-            check_type("lora", self.lora, LoraConfig, 'peft.LoraConfig(r=8, task_type="CAUSAL_LM")')
+            _check_type(
+                "lora", self.lora, LoraConfig, 'peft.LoraConfig(r=8, task_type="CAUSAL_LM")'
+            )
             if self.new_tokens and self.lora.trainable_token_indices:
                 raise ConfigError(
                     f"trainable_token_indices={self.lora.trainable_token_indices} are those of "
@@ -360,3 +362,10 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
 
 def _digest(reader: CheckpointReader) -> str:
     return hashlib.sha256(repr(sorted(reader.weights().items())).encode()).hexdigest()[:16]
+
+
+def _check_type(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} is {value!r}, and not a {kind.__name__}. Pass one, for example {example}."
+        )

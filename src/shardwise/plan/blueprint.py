@@ -73,8 +73,8 @@ class Blueprint:
     @property
     def nbytes(self) -> dict[str, UnitBytes]:
         """Bytes of each unit."""
-        trained = {name: [s for s in specs if s.trainable] for name, specs in self.specs.items()}
-        return {name: bytes_of(specs, trained[name]) for name, specs in self.specs.items()}
+        units = self.specs.items()
+        return {unit: bytes_of(specs, [s for s in specs if s.trainable]) for unit, specs in units}
 
     def schedule(
         self, order: Order, mode: Mode = "train", nbytes: Mapping[str, UnitBytes] | None = None

@@ -8,7 +8,7 @@ copies are outside, since a graph cannot hold them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,11 +47,7 @@ class Forwards:
     def __init__(
         self, model: nn.Module, units: Units, options: Options, device: torch.device
     ) -> None:
-        self._replaced = [
-            *_checkpointing(model, units, options),
-            *_compiling(model, units, options, device),
-            *_offloading(units, options, device),
-        ]
+        self._replaced = list(_replacements(model, units, options, device))
         self._previous: dict[nn.Module, Any] = {}  # forwards that the user had set
         self.words = {
             unit.name: ", ".join(
@@ -74,30 +70,19 @@ class Forwards:
         self._previous.clear()
 
 
-def _policy(options: Options) -> ActivationCheckpointing | None:
-    chosen = options.activation_checkpointing
-    return (ActivationCheckpointing() if chosen else None) if isinstance(chosen, bool) else chosen
-
-
-def _checkpointing(model: nn.Module, units: Units, options: Options) -> list[Replaced]:
-    if (policy := _policy(options)) is None:
-        return []
-    check_own_checkpointing(model)
-    return [("recomputed (non-reentrant)", picked(policy, units), recompute)]
-
-
-def _compiling(
+def _replacements(
     model: nn.Module, units: Units, options: Options, device: torch.device
-) -> list[Replaced]:
-    if not options.compile:
-        return []
-    check_not_compiled(model)
-    backend = backend_of(options.compile, device)
-    return [(backend, compiled_modules(model, units), partial(compile_forward, backend=backend))]
-
-
-def _offloading(units: Units, options: Options, device: torch.device) -> list[Replaced]:
-    policy = _policy(options)
-    if policy is None or not policy.offload:
-        return []
-    return [("inputs on the host", picked(policy, units), partial(offload, device=device))]
+) -> Iterator[Replaced]:
+    """Replacements in the order in which they are made, the innermost first."""
+    given, recomputed = options.activation_checkpointing, list[nn.Module]()
+    policy = given if isinstance(given, ActivationCheckpointing) else ActivationCheckpointing()
+    if given:
+        check_own_checkpointing(model)
+        recomputed = picked(policy, units)
+        yield "recomputed (non-reentrant)", recomputed, recompute
+    if options.compile:
+        check_not_compiled(model)
+        backend = backend_of(options.compile, device)
+        yield backend, compiled_modules(model, units), partial(compile_forward, backend=backend)
+    if policy.offload:
+        yield "inputs on the host", recomputed, partial(offload, device=device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 __all__ = ["NameGroup", "group_names"]
@@ -44,7 +45,7 @@ def group_names(names: Iterable[tuple[str, Hashable]]) -> list[NameGroup]:
         numbers = tuple(int(part) for part in parts[1::2])
         numbers_of.setdefault((tuple(parts[::2]), kind), []).append(numbers)
     return [
-        NameGroup(_name(texts, index_set), _count(index_set), kind)
+        NameGroup(_name(texts, index_set), prod(map(len, index_set)), kind)
         for (texts, kind), numbers in numbers_of.items()
         for index_set in _index_sets(numbers)
     ]
@@ -72,13 +73,6 @@ def _name(texts: Sequence[str], index_set: IndexSets) -> str:
     for numbers, text in zip(index_set, texts[1:], strict=True):
         words += [_range(numbers), text]
     return "".join(words)
-
-
-def _count(index_set: IndexSets) -> int:
-    count = 1
-    for numbers in index_set:
-        count *= len(numbers)
-    return count
 
 
 def _range(numbers: Numbers) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 __all__ = [
     "Group",
     "as_group",
+    "elements",
     "has_forward",
     "holds_parameters",
     "partial_roots",
@@ -53,8 +54,8 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     embeddings = [table for table in tables if table not in inside]
     others = [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
-    largest = max(map(_elements, blocks))
-    return _disjoint([*blocks, *(group for group in others if 16 * _elements(group) >= largest)])
+    largest = max(map(elements, blocks))
+    return _disjoint([*blocks, *(group for group in others if 16 * elements(group) >= largest)])
 
 
 def partial_roots(
@@ -86,7 +87,8 @@ def _disjoint(groups: Iterable[Group]) -> list[Group]:
     return [tuple(modules) for modules in remaining.values()]
 
 
-def _elements(group: Group) -> int:
+def elements(group: Group) -> int:
+    """Elements of all parameters inside."""
     inside = {param for module in group for param in module.parameters()}
     return sum(param.numel() for param in inside)
 

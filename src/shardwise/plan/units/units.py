@@ -28,7 +28,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardwise.config.ignored import Ignored, ignored_params
 from shardwise.errors import ConfigError
-from shardwise.plan.units.structure import Group, as_group, has_forward
+from shardwise.plan.units.structure import Group, as_group, elements, has_forward
 from shardwise.plan.units.wrap import Wrap, automatic, called_modules, checked_groups
 
 __all__ = ["Member", "Unit", "Units", "choose_units"]
@@ -283,8 +283,7 @@ def _is_mostly(group: Group, member: Member) -> bool:
     """Are these single layers, at least half of whose elements are ``member``'s?"""
     if any(True for module in group for _ in module.children()):
         return False
-    inside = {param for module in group for param in module.parameters()}
-    return 2 * member.param.numel() >= sum(param.numel() for param in inside)
+    return 2 * member.param.numel() >= elements(group)
 
 
 # ------------------------------------------------------------------ names and tables
