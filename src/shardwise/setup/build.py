@@ -30,7 +30,7 @@ from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.units import Unit, Units
 from shardwise.runtime.other_engines import check_unwrapped
 from shardwise.runtime.unit import UnitState
-from shardwise.setup.materialise import checksums, give_values, leave_meta, sync
+from shardwise.setup.materialise import checksums, give_memory, give_values, sync
 from shardwise.setup.overlaps import check_overlaps, is_expanded
 from shardwise.torch_internals import buffers_of
 
@@ -147,9 +147,7 @@ def cut(
     give_values(model, units, comm.device, options.init, options.load_later, finished)
     for param in model.parameters():
         if param.is_meta:  # ``ignored=``, and read later
-            empty = torch.empty_like(param, device=comm.device)
-            made = nn.Parameter(empty, requires_grad=param.requires_grad)
-            torch.utils.swap_tensors(param, made)
+            give_memory(param, torch.empty_like(param, device=comm.device))
     given += _place_buffers(model, options.precision.buffer_dtype, comm, sends)
     if sends:
         text = "states synchronised from rank 0 (%d tensors, %d bytes)"
@@ -163,8 +161,8 @@ def _cut_bucket(spec: BucketSpec, mesh: Mesh, host: HostMemory, ranks: Comm | No
     Rank 0 sends its values to the other ``ranks``; ``None``: each rank has them.
     """
     later = {index for index, param in enumerate(spec.params) if param.is_meta}
-    for index in later:
-        leave_meta(spec.params[index], mesh.shard.device)
+    for param in (spec.params[index] for index in later):  # an empty one can show any memory
+        give_memory(param, torch.empty(0, dtype=param.dtype, device=mesh.shard.device))
     bucket = Bucket(spec, mesh, host)
     for index, param in enumerate(spec.params):
         sharding, value = bucket.sharding(index), param.data

@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.units.units import Unit
 from shardwise.torch_internals import buffers_of, parameters_of
 
-__all__ = ["checksums", "give_values", "leave_meta", "sync"]
+__all__ = ["checksums", "give_memory", "give_values", "sync"]
 
 
 def give_values(
@@ -82,23 +82,18 @@ def _is_unmade(tensor: Tensor, load_later: frozenset[Tensor]) -> bool:
     return tensor.is_meta and tensor not in load_later
 
 
-def leave_meta(param: nn.Parameter, device: torch.device) -> None:
-    """Make it an empty tensor of ``device``, which can then show any memory."""
-    empty = torch.empty(0, dtype=param.dtype, device=device)
-    torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
+def give_memory(param: Tensor, memory: Tensor) -> None:
+    """Make it real. It is swapped, not replaced: optimizers and ties refer to the object."""
+    torch.utils.swap_tensors(param, nn.Parameter(memory, requires_grad=param.requires_grad))
 
 
 def _make(module: nn.Module, device: torch.device, load_later: frozenset[Tensor]) -> set[str]:
-    """Give meta tensors memory, which is marked, and return their names.
-
-    Parameters are swapped, not replaced: optimizers and ties refer to the objects.
-    """
+    """Give meta tensors memory, which is marked, and return their names."""
     unmade = {name: tensor for name, tensor in _own(module) if _is_unmade(tensor, load_later)}
     for name, tensor in unmade.items():
         marked = _mark(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(marked, requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, made)
+            give_memory(tensor, marked)
         else:
             buffers_of(module)[name] = marked
     return set(unmade)
