@@ -205,7 +205,7 @@ STATUSES = {"used", "translated", "ignored", "contradictory", "fill in", "defaul
 VALUES = st.sampled_from([True, False, None, 1, 7, "1e8", "no", "bf16", "Block,Head", "FULL_SHARD"])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.sampled_from([*KEYS, "fsdp_shrad", "xyz"]), VALUES), st.data())
 def test_every_key_is_in_the_report_once_and_in_its_order(
     tree: dict[str, Any], data: st.DataObject
@@ -679,7 +679,7 @@ PAIRS += [("transformers", "accelerate"), ("plugin", "fsdp1"), ("fsdp_config", "
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(said_here=FSDP1_SAYS | FSDP2_SAYS)
 def test_what_both_dialects_have_keys_for_survives_the_way_there_and_back(
     one: str, other: str, said_here: dict[str, Any]

@@ -59,7 +59,6 @@ def prefetch(**depths: Any) -> How:
 MODES = {
     "a bucket per parameter": option(bucketing="none"),
     "a bucket per layer": option(bucketing="layer"),
-    "a bucket per unit": option(bucketing="block"),
     "one unit": How(wrap=sw.wrap.whole()),
     "units by size": How(wrap=sw.wrap.by_size(300)),
     "units by class": How(wrap=sw.wrap.by_class("Mlp", nets.Attention)),
