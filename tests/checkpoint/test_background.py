@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import background, failpoints
@@ -59,26 +59,6 @@ def test_it_holds_what_was_there_when_it_was_called(
     check_complete(tmp_path / "step-2")
 
 
-def test_after_finish_copy_everything_may_be_changed_by_hand(tmp_path: Path) -> None:
-    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
-        sharded = sw.shard(model, comm=comm)
-        optimizer = adamw(model.parameters())
-        steps(model, optimizer, DECODER, comm.rank, range(1))
-        state = clones(model.state_dict())
-        saving = sharded.save_async(tmp_path / "step-1", optimizer)
-        assert saving is not None
-        saving.finish_copy()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.detach().fill_(7.0)
-        saving.wait()
-        return state
-
-    state = on_ranks(2, DECODER.build, rank)[0]
-    stored = tensors(tmp_path / "step-1", "model")
-    assert same(stored, {name: state[name] for name in stored})
-
-
 def wide() -> nn.Module:
     return nn.Linear(1024, 8 * 1024, bias=False)  # 32 MiB
 
@@ -119,48 +99,6 @@ def test_many_saves_in_a_row(tmp_path: Path) -> None:
 
     on_ranks(2, DECODER.build, rank, timeout=100.0)
     assert names(tmp_path) == ["latest", "step-18", "step-19"]
-
-
-@pytest.mark.parametrize("when_busy", ["wait", pytest.param("skip", marks=pytest.mark.prove)])
-def test_a_slow_disk_with_a_save_at_every_step(
-    when_busy: Any, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
-) -> None:
-    """Memory stays within its budget, nobody waits for ever, and the last one is what it says."""
-
-    def slow(point: str, rank: int) -> None:
-        if point == "half of the data written":
-            time.sleep(0.01)
-
-    listen(slow)
-
-    def rank(comm: Comm, model: nn.Module) -> int:
-        sharded = sw.shard(model, comm=comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        begun, state = 0, clones(model.state_dict())
-        for step in range(20):
-            steps(model, optimizer, DECODER, comm.rank, range(step, step + 1))
-            now = clones(model.state_dict())
-            saving = sharded.save_async(
-                tmp_path / f"step-{step}",
-                optimizer,
-                sw.Training(step=step),
-                save_total_limit=1,
-                snapshot_bytes=BLOCK,
-                when_busy=when_busy,
-            )
-            if saving is not None:
-                begun, state = begun + 1, now
-            pool = sharded._background._pool
-            assert pool is not None
-            assert pool.count * pool.block <= BLOCK
-        sharded.load(tmp_path / "latest")  # waits for it
-        assert same(state, model.state_dict())
-        return begun
-
-    begun = on_ranks(2, DECODER.build, rank, timeout=60.0)
-    assert begun[0] == begun[1]
-    assert begun[0] == 20 if when_busy == "wait" else 1 <= begun[0] < 20
-    assert len(names(tmp_path)) == 2
 
 
 def test_a_save_that_comes_too_early_is_skipped_or_waits(
@@ -278,28 +216,6 @@ def test_a_mistake_of_ours_in_the_background_is_no_silence(
         return said(sw.CheckpointError, saving.wait)
 
     assert "rank 0: ZeroDivisionError: oops" in on_ranks(2, DECODER.build, rank)[1]
-
-
-def test_rank_0_hears_from_another_why_it_did_not_write(
-    tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
-) -> None:
-    listen(fails("data written", 1))
-
-    def rank(comm: Comm, model: nn.Module) -> list[str]:
-        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
-        assert saving is not None
-        saving.finish_copy()
-        saving._thread.join(60)
-        here = saving._wrong
-        texts = [said(sw.CheckpointError, saving.wait) for _ in range(2)]
-        assert texts[0] == texts[1]  # whoever asks again hears it again
-        return [here, texts[0]]
-
-    (first, told), (_, same_told) = on_ranks(2, DECODER.build, rank)
-    assert first.startswith("rank 1: ")
-    assert "No space left" in first
-    assert told == same_told
-    assert names(tmp_path) == []
 
 
 def test_after_an_interrupted_save_the_next_has_all_its_memory(

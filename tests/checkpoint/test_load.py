@@ -30,7 +30,7 @@ from tests.checkpoint.runs import (
 from tests.copies import clones, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.ranks import run_processes
-from tests.steps import STRATEGIES, train
+from tests.steps import STRATEGIES
 
 DECODER, TIED = NETS[0], NETS[1]
 
@@ -87,24 +87,6 @@ def test_any_strategy_reads_what_any_other_wrote(before: str, after: str, tmp_pa
     saved(NETS[4], 3, first, before)
     loaded_and_saved(NETS[4], 2, first, second, after)
     assert same(all_tensors(first), all_tensors(second))
-
-
-@pytest.mark.parametrize("wrap", [sw.wrap.whole(), sw.wrap.by_class("Mlp")], ids=str)
-@pytest.mark.parametrize("bucketing", ["block", "layer", "none"])
-def test_any_choice_of_units_reads_what_any_other_wrote(
-    wrap: Any, bucketing: Any, tmp_path: Path
-) -> None:
-    state = saved(DECODER, 3, tmp_path / "step-2")
-
-    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
-        sharded = sw.shard(model, wrap=wrap, bucketing=bucketing, comm=comm)
-        optimizer = adamw(model.parameters())
-        sharded.load(tmp_path / "step-2", optimizer)
-        sharded.save(tmp_path / "again", optimizer, sw.Training(step=2))
-        return clones(model.state_dict())
-
-    assert same(on_ranks(2, DECODER.build, rank)[0], state)
-    assert same(all_tensors(tmp_path / "again"), all_tensors(tmp_path / "step-2"))
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -183,22 +165,6 @@ def test_an_optimizer_that_has_stepped_is_overwritten_in_place(tmp_path: Path) -
     assert same(all_tensors(tmp_path / "again"), all_tensors(tmp_path / "step-2"))
 
 
-def test_an_optimizer_of_before_sharding_with_state_is_cut_first(tmp_path: Path) -> None:
-    """Adagrad has whole state from the start."""
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-        sharded = sw.shard(model, comm=comm)
-        sharded.save(tmp_path / "step-0", optimizer)
-        sharded.load(tmp_path / "step-0", optimizer)
-        steps(model, optimizer, DECODER, comm.rank, range(1))
-
-    on_ranks(3, DECODER.build, rank)
-    stored = tensors(tmp_path / "step-0", "optimizer")
-    assert stored["sum/embed.weight"].shape == (37, 16)
-    assert all((t == 0.5).all() for name, t in stored.items() if name.startswith("sum/"))
-
-
 # --- groups ----------------------------------------------------------------------------------
 
 
@@ -253,25 +219,6 @@ def test_a_rate_that_is_a_tensor_is_filled_in_place(tmp_path: Path) -> None:
         assert rate.item() == 0.25
 
     on_ranks(1, DECODER.build, rank)
-
-
-def test_several_optimizers_share_a_checkpoint(tmp_path: Path) -> None:
-    def two(model: nn.Module) -> list[Optimizer]:
-        params = list(model.parameters())
-        return [torch.optim.SGD(params[:3], lr=0.1, momentum=0.5), adamw(params[3:])]
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        optimizers = two(model)
-        train(model, DECODER.batch(comm.rank, 2))
-        for optimizer in optimizers:
-            optimizer.step()
-        sharded.save(tmp_path / "step-1", optimizers)
-        sharded.load(tmp_path / "step-1", two(model))
-
-    on_ranks(2, DECODER.build, rank)
-    kinds = {name.split("/")[0] for name in tensors(tmp_path / "step-1", "optimizer")}
-    assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
 @pytest.mark.parametrize(
@@ -481,17 +428,6 @@ def test_dtypes_are_converted_where_that_is_asked_for(tmp_path: Path) -> None:
     report, found = loads(half, tmp_path / "step-2", cast=True)
     assert set(report.cast) == set(state)
     assert same(found, {name: value.to(torch.bfloat16) for name, value in state.items()})
-
-
-def test_tied_weights_load_where_they_are_not_tied_and_the_other_way(tmp_path: Path) -> None:
-    state = saved(TIED, 2, tmp_path / "step-2")
-    _, found = loads(DECODER.build, tmp_path / "step-2")
-    assert torch.equal(found["lm_head.weight"], state["embed.weight"])
-    saved(DECODER, 2, tmp_path / "step-3")
-    _, found = loads(TIED.build, tmp_path / "step-3")
-    assert torch.equal(
-        found["lm_head.weight"], tensors(tmp_path / "step-3", "model")["embed.weight"]
-    )
 
 
 # --- folders of others -----------------------------------------------------------------------

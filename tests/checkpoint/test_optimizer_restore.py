@@ -130,41 +130,6 @@ def test_a_refused_load_changes_nothing(tmp_path: Path) -> None:
     assert "its state is of AdamW, and SGD holds it now" in text
 
 
-# --- converted dtypes ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
-    ids=["narrower", "wider"],
-)
-def test_state_of_a_weights_dtype_is_converted_with_it(
-    kind: str, before: torch.dtype, after: torch.dtype, tmp_path: Path
-) -> None:
-    make = OTHERS[kind]
-
-    def save(comm: Comm, model: nn.Module) -> dict[str, Any]:
-        sharded = sw.shard(model, comm=comm)
-        optimizer = make(model.parameters())
-        steps(model, optimizer, DECODER, comm.rank, range(2))
-        sharded.save(tmp_path / "step-2", optimizer)
-        return dict(sharded.optimizer_state_dict(optimizer)["state"])
-
-    stored = on_ranks(2, lambda: DECODER.build().to(before), save)[0]
-    _, states, _ = restored(
-        tmp_path / "step-2",
-        lambda: DECODER.build().to(after),
-        lambda model: make(model.parameters()),
-        cast=True,
-    )
-    for name, state in stored.items():
-        for key, value in state.items():
-            expected = value if key == "step" else value.to(after)
-            assert states[name][key].dtype is expected.dtype
-            assert torch.equal(states[name][key], expected)
-
-
 # --- groups and schedulers -------------------------------------------------------------------
 
 

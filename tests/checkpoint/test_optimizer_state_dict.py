@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from tests.checkpoint.runs import Make, adamw, steps
+from tests.checkpoint.runs import Make, adamw
 from tests.copies import assert_near, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
@@ -127,31 +127,6 @@ def test_a_plain_optimizers_state_goes_to_all_ranks_from_rank_0(make: Make, stra
         return sharded.optimizer_state_dict(optimizer)
 
     assert all(same(state, given) for state in on_ranks(3, DECODER.build, rank))
-
-
-def test_scalar_parameters_go_there_and_back() -> None:
-    first = taken(ODD, 4, adamw)[0]
-
-    def rank(comm: Comm, model: nn.Module) -> dict[str, Any]:
-        sharded = sw.shard(model, comm=comm)
-        optimizer = adamw(model.parameters())
-        steps(model, optimizer, ODD, comm.rank, range(1))  # there is other state already
-        sharded.load_optimizer_state_dict(optimizer, first)
-        return sharded.optimizer_state_dict(optimizer)
-
-    assert all(same(state, first) for state in on_ranks(3, ODD.build, rank))
-
-
-def test_shards_of_state_load_back() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded, optimizer = stepped(comm, model, adamw)
-        full = sharded.optimizer_state_dict(optimizer)
-        shards = sharded.optimizer_state_dict(optimizer, "sharded")
-        other = adamw(model.parameters())
-        sharded.load_optimizer_state_dict(other, shards)
-        assert same(sharded.optimizer_state_dict(other), full)
-
-    on_ranks(3, small, rank)
 
 
 def test_shards_of_state_know_their_whole() -> None:
@@ -343,12 +318,3 @@ def test_each_parameters_state_keeps_its_dtype() -> None:
         return [state[name]["sum"].dtype for name in NAMES]
 
     assert on_ranks(2, small, rank) == [dtypes, dtypes]
-
-
-def test_ranks_that_ask_for_different_kinds_are_told() -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
-        sharded, optimizer = stepped(comm, model, adamw)
-        kind = ("full", "sharded")[comm.rank]
-        return said(sw.RanksDisagree, lambda: sharded.optimizer_state_dict(optimizer, kind))
-
-    assert all("kind of state dict" in text for text in on_ranks(2, small, rank))

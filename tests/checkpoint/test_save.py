@@ -52,23 +52,6 @@ def test_safetensors_reads_what_the_model_has(net: Net, strategy: str, tmp_path:
         assert torch.equal(state[alias], stored[name])
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 5])
-def test_any_number_of_ranks_writes_the_same_bytes(world: int, tmp_path: Path) -> None:
-    """Of the same values: here those of a model that was not trained."""
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm).save(tmp_path / "some")
-
-    on_ranks(world, nets.encoder_decoder, rank)
-    plain = seeded(nets.encoder_decoder).state_dict()
-    assert same(tensors(tmp_path / "some", "model"), {n: plain[n] for n in _once(plain)})
-
-
-def _once(state: dict[str, Tensor]) -> list[str]:
-    first = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
-    return [name for name, tensor in state.items() if first[tensor.data_ptr()] == name]
-
-
 def test_the_folder_holds_no_pickle_and_nothing_hidden(tmp_path: Path) -> None:
     saved(DECODER, 2, tmp_path / "step-2")
     assert names(tmp_path / "step-2") == [
@@ -106,22 +89,6 @@ def test_many_files_have_an_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in state.values())
     assert same(tensors(folder, "model"), state)
     assert not (folder / "model.safetensors").exists()
-
-
-def test_only_persistent_buffers_are_stored(tmp_path: Path) -> None:
-    class Two(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.register_buffer("kept", torch.arange(3))
-            self.register_buffer("table", torch.ones(3), persistent=False)
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm).save(tmp_path / "out")
-
-    on_ranks(2, Two, rank)
-    stored = tensors(tmp_path / "out", "model")
-    assert set(stored) == {"weight", "bias", "kept"}
-    assert stored["kept"].tolist() == [0, 1, 2]
 
 
 class Buffered(nn.Linear):
@@ -385,18 +352,6 @@ def test_the_number_of_steps_is_what_was_said_or_what_the_name_says(tmp_path: Pa
     found = [check_complete(tmp_path / name).step for name in ("step-30", "step-40", "last")]
     assert found == [30, 41, None]
     assert [sharded.load(tmp_path / name).step for name in ("step-30", "last")] == [30, None]
-
-
-def test_ranks_that_save_different_kinds_are_told(tmp_path: Path) -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
-        sharded, kind = sw.shard(model, comm=comm), ("full", "sharded")[comm.rank]
-        text = said(sw.CheckpointError, lambda: sharded.save(tmp_path / "step-1", kind=kind))
-        sharded.save(tmp_path / "step-2")
-        return text
-
-    found = on_ranks(2, DECODER.build, rank)
-    assert all("kind of checkpoint: rank 0: full; rank 1: sharded" in text for text in found)
-    assert names(tmp_path) == ["latest", "step-2"]
 
 
 # --- what is wrong on one rank ---------------------------------------------------------------

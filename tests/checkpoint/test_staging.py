@@ -51,24 +51,6 @@ def test_a_buffer_is_used_again() -> None:
     assert pool.count == 1
 
 
-def test_copying_waits_for_writing() -> None:
-    pool = Pool(2 * BLOCK + 5)
-    copies = [pool.copy(large(value)) for value in (1, 2)]
-    got = threading.Event()
-
-    def third() -> None:
-        pool.copy(large(3))
-        got.set()
-
-    thread = threading.Thread(target=third, daemon=True)
-    thread.start()
-    assert not got.wait(0.05)
-    pool.free(copies[0])
-    assert got.wait(60)
-    thread.join()
-    assert pool.count == pool.most == 2
-
-
 def test_the_ranks_of_a_host_divide_a_quarter_of_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,25 +246,6 @@ def test_the_next_step_copies_only_what_is_not_written_yet(
         assert torch.equal(tensors(tmp_path / "step-1", "model")["weight"], weight)
 
 
-def test_with_little_memory_the_next_step_waits_for_the_writing(tmp_path: Path) -> None:
-    def rank(comm: Comm, model: nn.Module) -> Tensor:
-        sharded = sw.shard(model, comm=comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = clones(model.state_dict())
-        saving = sharded.save_async(tmp_path / "step-1", optimizer, snapshot_bytes=BLOCK)
-        model(torch.ones(1, 1024)).sum().backward()
-        optimizer.step()
-        pool = sharded._background._pool
-        assert pool is not None
-        assert pool.count * pool.block <= BLOCK
-        assert saving is not None
-        saving.wait()
-        return before["weight"]
-
-    truth = on_ranks(2, wide, rank)[0]
-    assert torch.equal(tensors(tmp_path / "step-1", "model")["weight"], truth)
-
-
 @pytest.mark.parametrize("what", ["a parameter", "optimizer state"])
 def test_a_change_by_hand_before_the_next_step_is_an_error_on_all_ranks(
     what: str, tmp_path: Path
@@ -346,17 +309,6 @@ def test_who_only_looks_now_and_then_sees_it_complete(tmp_path: Path) -> None:
         assert (tmp_path / "step-1").exists()
 
     on_ranks(2, DECODER.build, rank)
-
-
-def test_waiting_copies_nothing_ahead_of_the_writer(tmp_path: Path) -> None:
-    sharded = sw.shard(wide())
-    saving = sharded.save_async(tmp_path / "step-1")
-    assert saving is not None
-    saving.wait()
-    pool = sharded._background._pool
-    assert pool is not None
-    assert pool.count == 1
-    assert same(tensors(tmp_path / "step-1", "model"), clones(sharded.model.state_dict()))
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -241,31 +241,6 @@ def test_what_sharded_gave_loads_back_in_any_layout(
     assert all(equal(state, given) for state in on_ranks(3, net.build, rank))
 
 
-def test_shards_of_one_rank_are_refused_on_every_rank() -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
-        sharded = sw.shard(model, comm=comm)
-        shards = sharded.state_dict("sharded")
-        mine = shards if comm.rank == 0 else {}
-        return said(sw.CheckpointError, lambda: sharded.load_state_dict(mine))
-
-    one, other = on_ranks(2, DECODER.build, rank)
-    assert one == other
-    assert "shards on rank 0 and 0 on rank 1" in one
-
-
-def test_in_the_middle_of_a_step_it_is_refused() -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
-        sharded = sw.shard(model, comm=comm)
-        found = []
-        model.get_submodule("blocks.1").register_forward_hook(
-            lambda *_: found.append(said(sw.ShardwiseError, sharded.state_dict))
-        )
-        model(DECODER.batch(0, 2)[0])
-        return found[0]
-
-    assert "state_dict() was called" in on_ranks(2, DECODER.build, rank)[0]
-
-
 def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 

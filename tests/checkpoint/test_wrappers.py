@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
@@ -60,32 +60,6 @@ def moved(sharded: sw.Sharded, run: Path) -> None:
         if "running_mean" in name:
             buffer.fill_(sharded.comm.rank + 1.0)
     sharded.save(run / "step-1", stepped(sharded), sw.Training())
-
-
-@pytest.mark.parametrize("build", WRAPPED)
-def test_files_and_state_dicts_have_the_names_of_the_plain_model(
-    tmp_path: Path, build: Callable[[], nn.Module]
-) -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        moved(sharded, tmp_path)
-        optimizer = stepped(sharded)
-        for kind in ("full", "sharded", "local"):
-            assert {*sharded.state_dict(kind)} - {"n_averaged"} == {*plain().state_dict()}
-        state = sharded.optimizer_state_dict(optimizer)
-        assert list(state["state"]) == state["param_groups"][0]["params"] == PARAMETERS
-        sharded.load_state_dict(sharded.state_dict())
-        sharded.load_optimizer_state_dict(optimizer, state)
-        sharded.save_file(tmp_path / "one.safetensors")
-        chosen = sharded.state_dict(names=lambda name: name.startswith("2."))
-        assert list(chosen) == ["2.0.weight", "2.0.bias"]
-
-    on_ranks(2, build, rank)
-    for stored in (tensors(tmp_path / "step-1", "model"), load_file(tmp_path / "one.safetensors")):
-        assert {*stored} - {"n_averaged"} == {*plain().state_dict()}
-    assert {*tensors(tmp_path / "step-1", "optimizer")} == {
-        f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in PARAMETERS
-    }
 
 
 @pytest.mark.parametrize("earlier", [False, True])

@@ -206,24 +206,6 @@ def test_a_folder_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "weights: 2 tensors, 28 B (1 int64 16 B, 1 float32 12 B)" in said
 
 
-def test_a_clean_checkpoint_is_verified(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect(made / "step-2", "--verify") == 0
-    out, err = capsys.readouterr()
-    assert "bytes: all present ones match their checksums" in out
-    assert err == ""  # no bar where nobody sees it
-
-
-def test_damage_is_found_named_and_the_status(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = run / "step-2" / "model.safetensors"
-    damage(path, path.stat().st_size - 1)
-    assert inspect(run / "step-2", "--verify") == 1
-    said = capsys.readouterr().out
-    assert "DAMAGED model.safetensors: bytes do not match" in said
-    assert "lm_head.weight" in said.split("DAMAGED")[1]
-
-
 def test_damage_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run / "step-2" / "training.json", 100)
     assert inspect(run / "step-2", "--verify", "--json") == 1

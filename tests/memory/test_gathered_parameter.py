@@ -95,13 +95,6 @@ def test_what_forward_writes_is_kept(write: str, transport: str) -> None:
     assert_kept(WRITES[write], RUNS[transport])
 
 
-@pytest.mark.parametrize("transport", RUNS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_in_every_strategy(strategy: str, transport: str) -> None:
-    assert_kept(WRITES["data.add_"], RUNS[transport], strategy=strategy)
-    assert_kept(WRITES["add_"], RUNS[transport], strategy=strategy)
-
-
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_full"])
 def test_where_it_computes_in_a_narrow_dtype_only_what_was_written_is_rounded(
@@ -197,19 +190,6 @@ def test_a_replacement_that_the_shard_cannot_hold_is_an_error() -> None:
             model(torch.ones(4, 4)).backward()
 
     run_threads(2, rank)
-
-
-def test_a_copy_of_a_gathered_parameter_is_nobodys() -> None:
-    copies: list[nn.Parameter] = []
-
-    def rank(comm: Comm) -> None:
-        model = Writing(lambda model: copies.append(copy.deepcopy(model.target)))
-        sw.shard(model, comm=comm)
-        model(torch.ones(4, 4))
-
-    run_threads(2, rank)
-    with torch.no_grad():
-        assert copies[0].add_(1).tolist() == [float(i) for i in range(1, 11)]
 
 
 def test_every_method_that_writes_tells_first() -> None:

@@ -75,30 +75,6 @@ def test_a_hook_on_a_gradient_sees_all_of_this_ranks_and_may_change_it() -> None
     play(decoder(), [step] * 2, [decoder_batch(rank, 2) for rank in range(2)])
 
 
-def test_a_gradient_that_no_rank_has_calls_no_hook() -> None:
-    """And one that another rank has calls it on every rank."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))
-
-        def forward(self, x: Tensor, rank: int) -> Tensor:
-            out: Tensor = self.parts[0](x)
-            return out + self.parts[1](x) if rank else out
-
-    def rank(comm: Comm) -> Seen:
-        model, seen = Branches(), Seen()
-        noted(model, seen)
-        sw.shard(model, comm=comm, wrap=sw.wrap.whole())
-        model(torch.ones(1, 3), comm.rank).sum().backward()
-        return seen
-
-    assert [set(seen) for seen in run_threads(2, rank)] == [
-        {"parts.0.weight", "parts.1.weight"}
-    ] * 2
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", [run_threads, run_sharing])
 def test_an_optimizer_steps_in_backward(run: Callable[..., list[Any]], strategy: str) -> None:

@@ -31,7 +31,7 @@ from tests.nets import (
 )
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_threads
-from tests.steps import STRATEGIES, assert_at_rest, assert_gradients, averaged, play, train
+from tests.steps import STRATEGIES, assert_at_rest, assert_gradients, averaged, train
 from tests.watched import Late, Watched
 from tests.written import Written, storage
 
@@ -197,14 +197,6 @@ def test_sparse_gradients_arrive_as_dense_shards() -> None:
     run_threads(2, rank)
 
 
-def test_expanded_and_transposed_gradients_are_laid_out_like_their_parameters() -> None:
-    def step(model: nn.Module, batch: Batch) -> None:
-        """The gradient of a sum is expanded, that of a transpose is a transpose."""
-        (model(batch[0]).t() @ torch.arange(6.0).view(2, 3)).sum().backward()
-
-    play(nn.Linear(5, 3), [step] * 2, [(numbers(rank, (2, 5)),) for rank in range(2)])
-
-
 # ---- accumulation ------------------------------------------------------------------------------
 
 
@@ -353,20 +345,6 @@ def test_between_micro_batches_grad_is_this_ranks_whole_sum(strategy: str) -> No
             assert torch.equal(param.grad, whole.grad)
 
     run_threads(2, rank)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_put_in_place_of_an_accumulation_is_what_is_reduced(strategy: str) -> None:
-    """``p.grad = f(p.grad)`` between micro-batches, as in plain torch."""
-
-    def step(model: nn.Module, batch: Batch, no_sync: NoSync) -> None:
-        with no_sync():
-            train(model, batch)
-        for param in model.parameters():
-            param.grad = None if param.grad is None else param.grad * 3
-        train(model, batch)
-
-    assert_averages_plain_gradients(step, strategy)
 
 
 def test_what_was_accumulated_and_averaged_takes_no_memory() -> None:

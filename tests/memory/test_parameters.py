@@ -395,22 +395,6 @@ def test_each_dtype_and_trainability_is_a_bucket_of_its_own_and_bytes_travel_as_
 # ---- values that the user puts in ----------------------------------------------------------------
 
 
-def test_values_put_in_place_of_a_shard_are_taken_over_at_the_next_gather() -> None:
-    models = [nn.Linear(4, 6, bias=False) for _ in range(2)]
-
-    def rank(comm: Comm) -> Tensor:
-        model = models[comm.rank]
-        sharded = sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
-        model.weight.data = torch.full_like(model.weight.data, 2.0)
-        with torch.no_grad():
-            out: Tensor = model(torch.ones(1, 4))
-        assert_at_rest(sharded)
-        return out
-
-    for out in run_threads(2, rank):
-        assert torch.equal(out, torch.full((1, 6), 8.0))
-
-
 class Own(nn.Parameter):
     """A user's own class."""
 
@@ -482,18 +466,6 @@ def test_a_bucket_is_gathered_once_however_often_that_is_asked_for() -> None:
     assert comm.waited[before:] == [True]
     bucket.free()
     assert (bucket.gathered, bucket.is_whole) == (False, False)
-
-
-def test_a_bucket_at_rest_shows_shards_until_it_is_ready_again() -> None:
-    """As after a pass that stopped."""
-    [bucket, *_] = sw.shard(decoder(), comm=FakeComm(0, 2)).buckets
-    bucket.ready()
-    whole = [param.shape for param in bucket.params]
-    bucket.rest()
-    assert not bucket.is_whole
-    assert [param.shape for param in bucket.params] != whole
-    bucket.ready()
-    assert [param.shape for param in bucket.params] == whole
 
 
 def test_what_was_written_is_kept_once_and_nothing_else_is() -> None:

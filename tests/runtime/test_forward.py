@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.utils.generic import ModelOutput
 
 import shardwise as sw
@@ -24,7 +23,7 @@ from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.schedule.events import Op, Phase
 from tests.copies import said
 from tests.fake import FakeComm
-from tests.nets import Batch, decoder, decoder_batch, loss, numbers
+from tests.nets import Batch, loss, numbers
 from tests.ranks import run_threads
 from tests.steps import (
     STRATEGIES,
@@ -309,45 +308,6 @@ def backward(taken: Taken) -> list[Any]:
     return [event for event in taken.done if event.phase is Phase.BACKWARD]
 
 
-def test_an_output_that_is_not_used_is_never_entered_in_backward() -> None:
-    class Forked(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            self.layers[1](x)
-            out: Tensor = self.head(self.layers[2](self.layers[0](x)))
-            return out
-
-    taken = play(Forked(), [train] * 3, BATCHES)
-    assert taken[2].follows
-    assert "layers.1" not in units_of(backward(taken[2]), Op.ENTER)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_inputs_may_be_leaves_that_want_a_gradient(strategy: str) -> None:
-    def step(model: nn.Module, batch: Batch) -> None:
-        x = batch[0].clone().requires_grad_()
-        train(model, (x, batch[1]))
-        grads.append(x.grad)
-
-    grads: list[Tensor | None] = []
-    taken = play(Chain(), [step] * 2, BATCHES, strategy=strategy)
-    assert taken[1].follows
-    plain, sharded = grads[:4], grads[4:]
-    for grad in sharded:
-        assert grad is not None
-        assert any(other is not None and torch.equal(grad, other) for other in plain)
-
-
-def test_inputs_may_be_passed_by_keyword_and_in_containers() -> None:
-    class Keywords(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x=x)
-            out: Tensor = self.head(input=x)
-            return out
-
-    assert all(step.follows for step in play(Keywords(), [train] * 2, BATCHES))
-
-
 def test_autocast_works_inside_and_around_the_model() -> None:
     def step(model: nn.Module, batch: Batch) -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -489,18 +449,6 @@ def test_a_gradient_that_comes_while_its_units_gather_is_in_flight_is_refused_on
     assert "the gradient of '0.gate.bias' was computed while unit '0' was not gathered" in first
 
 
-def test_a_module_inside_a_unit_called_past_the_unit_names_the_way_out() -> None:
-    models = [Chain(), Chain()]
-
-    def rank(comm: Comm) -> None:
-        model = models[comm.rank]
-        sw.shard(model, comm=comm)
-        with pytest.raises(sw.ShardUseError, match=r"'layers.0.fc.weight' is sharded.*full_params"):
-            model.layers[0].get_submodule("fc")(BATCHES[0][0])
-
-    run_threads(2, rank)
-
-
 def test_backward_inside_full_params_is_refused() -> None:
     model = Chain()
     sharded = sw.shard(model, comm=LocalComm())
@@ -513,35 +461,7 @@ def test_backward_inside_full_params_is_refused() -> None:
     assert_at_rest(sharded)
 
 
-def test_what_was_computed_inside_full_params_leaves_no_gradient_there() -> None:
-    model = Chain()
-    with sw.shard(model, comm=LocalComm()).full_params():
-        with pytest.raises(sw.ScheduleError, match="would leave unsharded gradients"):
-            train(model, BATCHES[0])
-        assert all(param.grad is None for param in model.parameters())
-
-
 # ---- what is left behind -------------------------------------------------------------------------
-
-
-def hooks_of(model: nn.Module) -> int:
-    return sum(
-        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
-    ) + sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
-
-
-def test_unshard_leaves_no_hook_and_keeps_those_of_the_user() -> None:
-    model = decoder()
-    seen: list[torch.Size] = []
-    model.get_submodule("blocks.0").register_forward_hook(lambda m, a, out: seen.append(out.shape))
-    before = hooks_of(model)
-    sharded = sw.shard(model, comm=LocalComm())
-    assert hooks_of(model) > before
-    train(model, decoder_batch(0, 2))
-    sharded.unshard()
-    assert hooks_of(model) == before
-    train(model, decoder_batch(0, 2))
-    assert seen == [torch.Size([2, 9, 16])] * 2
 
 
 def test_hooks_of_the_user_see_whole_parameters_before_and_after_a_unit_computes() -> None:
@@ -624,39 +544,6 @@ def test_a_unit_that_was_read_from_outside_is_gathered_anew_after_a_pass_without
     model(IDS).sum().backward()
     assert [e.unit for e in recorder.events if e.op is Op.GATHER][:2] == ["embed", "mix"]
     assert_at_rest(sharded)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.reentrant))
-        return x
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_computed_again_in_the_backward_pass_is_whole_then(
-    strategy: str, reentrant: bool
-) -> None:
-    def step(model: nn.Module, batch: Batch) -> None:
-        x = batch[0].clone().requires_grad_()  # the reentrant kind wants an input that does
-        model(x).square().mean().backward()
-
-    batches = [(numbers(rank, (2, 4)), numbers(9, (2, 4))) for rank in range(2)]
-    taken = play(Checkpointed(reentrant), [step] * 2, batches, strategy=strategy)
-    assert taken[1].follows
-
-
-def test_a_transform_of_torch_func_cannot_see_how_units_are_gathered() -> None:
-    model = Tied()
-    sw.shard(model, comm=FakeComm(0, 2))
-    text = said(sw.ShardUseError, lambda: torch.func.vmap(model)(IDS[None]))
-    assert "called inside a torch.func transform" in text
 
 
 def test_between_steps_is_not_in_the_middle_of_one() -> None:

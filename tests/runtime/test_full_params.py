@@ -44,41 +44,6 @@ def test_full_params_are_the_plain_models(net: Net, strategy: str) -> None:
     on_ranks(3, net.build, rank)
 
 
-def test_a_whole_model_computes_without_another_collective() -> None:
-    batch = nets.decoder_batch(0, 2)
-    expected = nets.loss(seeded(nets.decoder), batch)
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        with sharded.full_params():
-            comm.counters.reset()
-            with torch.no_grad():
-                assert torch.equal(nets.loss(model, batch), expected)
-            # Even on one rank only, and past the modules that bracket units.
-            if comm.rank == 0:
-                assert model.forward(batch[0]).shape == (2, 9, 37)
-            assert model.get_parameter("norm.weight").sum() == 16
-            assert comm.counters.calls == {}
-
-    on_ranks(2, nets.decoder, rank)
-
-
-def test_inside_full_params_a_state_dict_is_a_plain_one() -> None:
-    """So ``model.save_pretrained()`` works there, on one rank alone."""
-    plain = clones(seeded(nets.tied_decoder).state_dict())
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        with sharded.full_params():
-            if comm.rank == 1:
-                assert equal(model.state_dict(), plain)
-        with sharded.full_params(writeback=True):
-            model.load_state_dict(changed(plain))
-        assert equal(model.state_dict(), changed(plain))
-
-    on_ranks(2, nets.tied_decoder, rank)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_writes_are_kept_with_writeback(strategy: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
@@ -180,34 +145,6 @@ def test_gradients_are_whole_for_the_length_of_the_block(strategy: str) -> None:
     on_ranks(3, nets.decoder, rank)
 
 
-def test_a_gradient_that_only_some_ranks_have_is_zero_on_the_others() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        train(model, nets.decoder_batch(0, 2))
-        weight = model.get_parameter("norm.weight")
-        if comm.rank == 1:
-            weight.grad = None
-        with sharded.full_params():
-            assert weight.grad is not None
-            assert weight.grad.shape == (16,)
-        assert (weight.grad is None) == (comm.rank == 1)
-
-    on_ranks(2, nets.decoder, rank)
-
-
-def test_a_sum_between_micro_batches_is_what_it_was() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        with sharded.no_sync():
-            train(model, nets.decoder_batch(comm.rank, 2))
-        sums = clones(gradients(model))
-        with sharded.full_params():
-            assert equal(gradients(model), sums)
-        assert equal(gradients(model), sums)
-
-    on_ranks(2, nets.decoder, rank)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_written_to_gradients_is_kept_with_writeback_only(strategy: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
@@ -294,20 +231,5 @@ def test_full_params_is_not_nested_and_not_trained_in() -> None:
         assert text.startswith("backward() inside full_params() would leave unsharded gradients")
         train(model, batch)
         optimizer.step()
-
-    on_ranks(2, nets.decoder, rank)
-
-
-def test_inside_full_params_torch_autograd_grad_is_plain() -> None:
-    batch = nets.decoder_batch(0, 2)
-    plain = seeded(nets.decoder)
-    expected = torch.autograd.grad(nets.loss(plain, batch), list(plain.parameters()))
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        with sharded.full_params():
-            params = list(model.parameters())
-            found = torch.autograd.grad(nets.loss(model, batch), params, create_graph=True)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
     on_ranks(2, nets.decoder, rank)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm, Label
 from shardwise.plan.schedule.events import Event, Mode, Op, Phase
-from tests.copies import assert_near, local
 from tests.fake import FakeComm
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
@@ -329,90 +328,6 @@ def test_what_no_schedule_lists_is_served_every_time(name: str, strategy: str) -
     assert taken[4].follows
 
 
-def test_an_evaluation_inside_the_backward_pass_of_something_else_is_one() -> None:
-    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
-    recorder = Recorder(sharded)
-
-    def evaluate(_: Tensor) -> None:
-        with torch.no_grad():
-            loss(sharded.model, BATCHES[0])
-
-    value = torch.ones(2, requires_grad=True) * 2
-    value.register_hook(evaluate)
-    value.sum().backward()
-    assert tuple(recorder.events) == sharded.schedule_of("forward").events
-    assert_at_rest(sharded)
-
-
-class Forces(Chain):
-    """Differentiates inside its forward pass, as models of molecules do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x).detach().requires_grad_()
-        for layer in self.layers:
-            [slope] = torch.autograd.grad(layer(x).sum(), x)
-            x = layer(x - slope)
-        out: Tensor = self.head(x)
-        return out
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_backward_pass_inside_a_forward_pass_is_served(strategy: str) -> None:
-    play(Forces(), [train] * 3, BATCHES, strategy=strategy)
-
-
-class Around(nn.Module):
-    """A unit around another, through which it differentiates before it goes on itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Layer()
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = x.detach().requires_grad_()
-        [slope] = torch.autograd.grad(self.layer(inner).sum(), inner)
-        out: Tensor = self.layer(x + slope) * self.gain
-        return out
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_so_is_one_inside_a_unit_which_stays_whole(strategy: str) -> None:
-    model = Chain()
-    model.layers = nn.ModuleList(Around() for _ in range(3))
-    wrap = sw.wrap.by_class(Around, Layer)
-    play(model, [train] * 3, BATCHES, strategy=strategy, wrap=wrap)
-
-
-def test_two_losses_that_share_a_layer_average_both() -> None:
-    """Each backward pass is averaged by itself, so the sum may round differently."""
-
-    def step(model: nn.Module, batch: Batch) -> None:
-        first = chain(model).layers[0](batch[0])
-        second = chain(model).layers[1](first)
-        first.sum().backward(retain_graph=True)
-        second.sum().backward()
-
-    model = Chain()
-    truth = averaged(model, step, BATCHES)
-    models = [deepcopy(model) for _ in BATCHES]
-
-    def rank(comm: Comm) -> None:
-        sharded = sw.shard(models[comm.rank], comm=comm)
-        for _ in range(2):
-            step(sharded.model, BATCHES[comm.rank])
-            assert_at_rest(sharded)
-            for name, param in sharded.model.named_parameters():
-                whole = truth[name]
-                assert (param.grad is None) == (whole is None)
-                if param.grad is not None and whole is not None:
-                    mine = param.sharding.cut(whole, param.shape)  # type: ignore[attr-defined]
-                    assert_near(local(param.grad), mine)
-            sharded.model.zero_grad()
-
-    run_threads(2, rank)
-
-
 def test_a_gradient_that_comes_while_its_bucket_travels_waits_for_it_and_is_added() -> None:
     sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
     runtime, state = sharded.runtime, sharded.runtime.units["head"]
@@ -653,47 +568,6 @@ def test_after_ctrl_c_in_a_forward_pass_a_shard_is_read_as_a_shard() -> None:
     with pytest.raises(sw.ShardUseError, match=r"'head\.weight' is sharded"), torch.no_grad():
         last.cumsum(0)
     assert_at_rest(sharded)
-
-
-def layer_by_layer(model: nn.Module, batch: Batch) -> None:
-    x = batch[0]
-    for layer in [*chain(model).layers, chain(model).head]:
-        x = layer(x)
-    x.sum().backward()
-
-
-@pytest.mark.parametrize("step", [train, layer_by_layer])
-def test_the_step_after_ctrl_c_in_a_forward_pass_follows_the_schedule(step: Step) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
-    model, batch, recorder = chain(sharded.model), BATCHES[0], Recorder(sharded)
-    step(model, batch)
-    handle = model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        step(model, batch)
-    handle.remove()
-    recorder.take()
-    step(model, batch)
-    assert recorder.take() == sharded.schedule.events
-
-
-@pytest.mark.parametrize("where", STOPS)
-def test_gradients_from_before_a_stopped_step_are_kept(where: str) -> None:
-    models = [Chain()]
-    models.append(deepcopy(models[0]))
-    truth = averaged(models[0], train, BATCHES)
-
-    def rank(comm: Comm) -> None:
-        sharded = sw.shard(models[comm.rank], comm=comm)
-        train(sharded.model, BATCHES[comm.rank])
-        STOPS[where](sharded.model, BATCHES[comm.rank])
-        sharded.model.state_dict()  # between steps: whatever stopped is over by now
-        assert_gradients(sharded.model, truth)
-        assert_at_rest(sharded)
-
-    run_threads(2, rank)
 
 
 @pytest.mark.parametrize(
@@ -1039,14 +913,6 @@ def test_without_backward_prefetch_a_unit_is_gathered_when_its_turn_comes() -> N
     ]
 
 
-@pytest.mark.parametrize("when", ["pre", "post"])
-@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "full_shard"])
-def test_collectives_are_issued_as_the_schedule_lists_them(strategy: str, when: Any) -> None:
-    _, log, events = watched_step(sw.Prefetch(when=when), strategy)
-    listed = [f"{e.op} {e.unit}" for e in events if e.op in (Op.GATHER, Op.REDUCE)]
-    assert [line for line in log if line.startswith(("gather", "reduce"))] == listed
-
-
 # ---- ranks that take different branches ----------------------------------------------------------
 
 
@@ -1087,31 +953,3 @@ def test_branches_inside_a_unit_may_differ_by_rank(name: str, strategy: str) -> 
         train(sharded.model, BATCHES[comm.rank])  # and nobody is out of step afterwards
 
     run_threads(2, rank)
-
-
-# --- what differs between ranks without being anybody's fault ----------------------------------
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
-def test_a_loss_that_one_rank_keeps_changes_nothing_on_any(strategy: str) -> None:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(decoder())
-
-    def work(comm: Comm) -> list[Tensor]:
-        model = models[comm.rank]
-        sw.shard(model, strategy, comm=comm)
-        optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for step in range(4):
-            logged = loss(model, decoder_batch(100 + step, 2))  # with gradients, by mistake
-            if comm.rank == 0:
-                kept.append(logged)
-            del logged
-            loss(model, decoder_batch(2 * step + comm.rank, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return list(model.state_dict().values())
-
-    mine, theirs = run_threads(2, work)
-    assert all(map(torch.equal, mine, theirs))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -70,32 +69,6 @@ def assert_as_plain(program: Program, build: Callable[[], nn.Module], strategy: 
 
 
 # --- as a plain model does ---------------------------------------------------------------------
-
-
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.critic = Chain(), Chain(1)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_critic_is_switched_off_and_on_in_every_step(strategy: str) -> None:
-    def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
-        generator, critic = model.get_submodule("generator"), model.get_submodule("critic")
-        shard(generator), shard(critic)
-        first = torch.optim.Adam(generator.parameters(), lr=0.1)
-        second = torch.optim.Adam(critic.parameters(), lr=0.1)
-        for _ in range(3):
-            critic.requires_grad_(False)
-            F.softplus(-critic(generator(X))).mean().backward()
-            first.step(), first.zero_grad()
-            critic.requires_grad_(True)
-            fake = critic(generator(X).detach())
-            (F.softplus(fake) + F.softplus(-critic(2 * X))).mean().backward()
-            second.step(), second.zero_grad()
-        return {**whole(generator), **{f"critic.{k}": v for k, v in whole(critic).items()}}
-
-    assert_as_plain(program, Gan, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -274,18 +247,6 @@ def test_a_kind_of_step_follows_its_schedule_when_it_comes_again(
     assert caplog.messages == []
 
 
-def test_what_was_trained_first_has_its_schedule_when_it_is_trained_again() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=LocalComm())
-    scripts = []
-    for trained in (True, False, True):
-        model[0].requires_grad_(trained)
-        model(torch.ones(1, 2)).sum().backward()
-        scripts.append(sharded.runtime.schedules.script("train"))
-    assert scripts[0] is scripts[2]
-    assert scripts[0] is not scripts[1]
-
-
 def test_no_more_than_some_kinds_of_steps_are_kept() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     sharded = sw.shard(model, wrap=sw.wrap.by_class(nn.Linear), comm=LocalComm())
@@ -313,20 +274,6 @@ def test_what_changes_only_under_no_grad_is_not_asked_about() -> None:
         assert sharded.runtime.schedules.script("train") is before
 
     on_ranks(2, Chain, rank)
-
-
-def test_the_norm_is_that_of_what_is_trained_now() -> None:
-    def rank(comm: Comm, model: nn.Module) -> Tensor:
-        model.get_submodule("layers").requires_grad_(False)
-        sharded = sw.shard(model, comm=comm)
-        model.requires_grad_(True)
-        train(model)
-        return sharded.clip_grad_norm_(0.1)
-
-    plain = seeded(Chain)
-    train(plain)
-    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    torch.testing.assert_close(on_ranks(2, Chain, rank), [norm, norm])
 
 
 # --- what cannot be ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
@@ -93,13 +93,6 @@ def test_recomputing_gathers_nothing_more() -> None:
     assert gathers[0] == gathers[1]
 
 
-def test_without_prefetch_a_unit_is_gathered_once_for_both_recomputation_and_gradients() -> None:
-    options = {"activation_checkpointing": True, "prefetch": sw.Prefetch(forward=0, backward=0)}
-    taken = play(decoder(), [train] * 2, BATCHES, **options)
-    plain = play(decoder(), [train] * 2, BATCHES, prefetch=sw.Prefetch(forward=0, backward=0))
-    assert units_of(taken[1].done, Op.GATHER) == units_of(plain[1].done, Op.GATHER)
-
-
 def test_recomputing_only_reads_parameters() -> None:
     """torch detaches what it recomputes with; to keep what is written costs a copy and fences."""
 
@@ -173,13 +166,6 @@ def test_every_counts_from_one() -> None:
 
 
 # ---- on the host -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_the_same_with_the_inputs_on_the_host(strategy: str) -> None:
-    policy = sw.ActivationCheckpointing(offload=True)
-    options = {"strategy": strategy, "activation_checkpointing": policy}
-    assert all(step.follows for step in play(decoder(), [train] * 2, BATCHES, **options))
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -397,28 +383,6 @@ def test_both_kinds_of_checkpoint_work_wherever_they_are(
     assert not taken[2].on_demand
     said, done = (Counter(units_of(events, Op.GATHER)) for events in (taken[2].said, taken[2].done))
     assert done == said  # some earlier than listed, where several units are computed again
-
-
-@quiet
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("where", WHERE)
-def test_and_without_prefetch(where: str, reentrant: bool) -> None:
-    batches = [(numbers(rank, (3, 6)), numbers(rank + 9, (3, 2))) for rank in range(2)]
-    model = Checkpointed(where, reentrant=reentrant)
-    play(model, [train] * 3, batches, prefetch=sw.Prefetch(forward=0, backward=0))
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_and_when_recomputation_goes_on_to_the_end(where: str) -> None:
-    """Else torch stops it as soon as it has what it needs, and a unit never returns."""
-
-    def step(model: nn.Module, batch: Batch) -> None:
-        with set_checkpoint_early_stop(False):
-            value = loss(model, batch)
-        value.backward()
-
-    batches = [(numbers(rank, (3, 6)), numbers(rank + 9, (3, 2))) for rank in range(2)]
-    play(Checkpointed(where, reentrant=False), [step] * 3, batches)
 
 
 def test_tied_and_encoder_decoder_models_may_be_checkpointed() -> None:

@@ -58,33 +58,6 @@ def test_tied_tensors_are_one_tensor() -> None:
         assert nbytes < 1.2 * plain.tell()  # no tensor drags its whole bucket along
 
 
-def test_rank_0_saves_what_every_rank_asked_for() -> None:
-    """As in every script: ``states = model.state_dict(); if rank == 0: torch.save(states, …)``."""
-    file = io.BytesIO()
-
-    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
-        sw.shard(model, comm=comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train(model, nets.odd_convnet_batch(comm.rank, 2))
-        optimizer.step()
-        states = model.state_dict()
-        if comm.rank == 0:
-            torch.save(states, file)
-        states = clones(states)
-        train(model, nets.odd_convnet_batch(comm.rank, 2))  # nothing was left behind
-        return states
-
-    ranks = on_ranks(2, nets.odd_convnet, rank)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert equal(saved, ranks[0])
-    plain = seeded(nets.odd_convnet)
-    assert not equal(saved, clones(plain.state_dict()))
-    plain.load_state_dict(saved)
-    # Buffers are each rank's own; parameters are the ranks' together.
-    for name, _ in plain.named_parameters():
-        assert torch.equal(ranks[0][name], ranks[1][name])
-
-
 @pytest.mark.parametrize("part", ["embed", "blocks", "blocks.1", "blocks.1.mlp", "lm_head"])
 def test_a_submodule_has_a_state_dict_of_whole_tensors_too(part: str) -> None:
     plain = seeded(nets.tied_decoder).get_submodule(part).state_dict()
@@ -209,35 +182,6 @@ def test_whole_tensors_are_loaded(net: Net, strategy: str) -> None:
     on_ranks(3, net.build, rank)
 
 
-def test_what_is_loaded_is_what_the_next_step_computes_with() -> None:
-    other = seeded(nets.decoder, seed=1)
-    batch = nets.decoder_batch(0, 2)
-
-    def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
-        sw.shard(model, strategy, comm=comm)
-        stray = nets.loss(model, batch)  # its backward pass never comes: units are still gathered
-        model.load_state_dict(other.state_dict())
-        assert torch.equal(nets.loss(model, batch), nets.loss(other, batch))
-        assert not torch.equal(stray, nets.loss(other, batch))
-
-    for strategy in STRATEGIES:
-        on_ranks(2, nets.decoder, lambda comm, model: rank(comm, model, strategy))  # noqa: B023
-
-
-def test_local_tensors_are_loaded() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        whole, mine = model.state_dict(), clones(sharded.local_state_dict())
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        assert not equal(model.state_dict(), whole)
-        model.load_state_dict(mine)
-        assert equal(model.state_dict(), whole)
-
-    on_ranks(3, nets.scalar_and_13_rows, rank)
-
-
 def test_a_local_state_dict_costs_nothing_and_is_the_ranks_own() -> None:
     def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
         sharded = sw.shard(model, comm=comm)
@@ -354,20 +298,6 @@ def test_a_deep_copy_keeps_ties_buffers_and_what_it_shares_with_its_surroundings
         assert around["tied"] is copied.get_parameter("embed.weight")
 
     on_ranks(2, nets.tied_decoder, rank)
-
-
-def test_a_deep_copy_can_be_sharded_itself() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
-        copied = copy.deepcopy(model)
-        sw.shard(copied, comm=comm)
-        for one in (model, copied):
-            train(one, nets.decoder_batch(comm.rank, 2))
-        for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
-            assert mine is not theirs
-            assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
-
-    on_ranks(2, nets.decoder, rank)
 
 
 def test_a_handle_is_not_copied() -> None:

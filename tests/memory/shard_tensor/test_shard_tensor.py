@@ -18,7 +18,7 @@ from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.tensor_reductions import vector_norm
 from shardwise.memory.sharding import sharding_of
 from tests import nets
-from tests.copies import assert_near, clones, local, on_ranks, said, seeded
+from tests.copies import assert_near, local, on_ranks, said, seeded
 from tests.parity.plain import put_gradients
 from tests.steps import averaged, train
 
@@ -108,19 +108,6 @@ def test_a_number_over_all_elements_is_that_of_the_whole_on_every_rank() -> None
         assert all(torch.equal(first[key], other[key]) for other in others)
 
 
-def test_a_number_over_a_parameters_elements_is_that_of_the_whole() -> None:
-    plain = dict(seeded(BUILD).named_parameters())
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(param.detach().norm(), plain[name].detach().norm())
-            with torch.no_grad():
-                torch.testing.assert_close(param.mean(), plain[name].mean())
-
-    on_ranks(2, BUILD, rank)
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_one_rank_has_is_found_on_every_rank(value: float) -> None:
     def rank(comm: Comm, model: nn.Module) -> list[bool]:
@@ -205,21 +192,6 @@ def test_the_norm_of_a_million_elements_is_exact() -> None:
     """torch adds them up one by one on a CPU, with an error of 4e-4."""
     norm = vector_norm(torch.full((1 << 20,), 0.1), 2.0).item()
     assert norm == pytest.approx(0.1 * 2**10, rel=1e-5)
-
-
-def test_torchs_total_norm_and_scaling_clip_by_the_global_norm() -> None:
-    plain = trained_plain()
-    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        trained(comm, model)
-        total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # type: ignore[misc]
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, total)
-        torch.testing.assert_close(total, norm)
-        for (_, mine), (_, whole) in zip(gradients(model), gradients(plain), strict=True):
-            torch.testing.assert_close(mine.full_tensor(), whole)  # type: ignore[attr-defined]
-
-    on_ranks(WORLD, BUILD, rank)
 
 
 # ---- what stays a shard -------------------------------------------------------------------------
@@ -368,18 +340,6 @@ def test_a_collective_by_hand_is_told_how_to_average(world: int) -> None:
     on_ranks(world, BUILD, rank)
 
 
-def test_a_norm_of_a_matrix_is_none_of_all_its_elements() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        trained(comm, model)
-        gradient = gradient_of(model, "project.weight")
-        text = said(sw.ShardUseError, lambda: torch.linalg.norm(gradient, 1))
-        assert "'linalg_norm' needs the full tensor" in text
-        bias = gradient_of(model, "head.bias")
-        torch.testing.assert_close(torch.linalg.norm(bias, 1), bias.norm(1))
-
-    on_ranks(2, BUILD, rank)
-
-
 def test_a_gradient_is_not_pickled() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         trained(comm, model)
@@ -459,62 +419,3 @@ def test_a_full_tensor_may_be_kept_over_steps() -> None:
         assert sharded.clip_grad_norm_(1.0) > 0
 
     on_ranks(WORLD, BUILD, rank)
-
-
-# ---- programs of users --------------------------------------------------------------------------
-
-
-class SharpnessAware(torch.optim.Optimizer):
-    """SAM as everybody copies it."""
-
-    def __init__(self, params: Iterator[nn.Parameter], lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-        self.base = torch.optim.SGD(self.param_groups, lr=lr)
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in params]), p=2)
-        for p in params:
-            self.state[p]["old_p"] = p.data.clone()
-            p.add_(p.grad * (0.05 / (norm + 1e-12)).to(p))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for p in self.param_groups[0]["params"]:
-            p.data = self.state[p]["old_p"]
-        self.base.step()
-        self.zero_grad()
-
-
-def test_sharpness_aware_steps_are_those_of_the_plain_model() -> None:
-    batch = BATCH(0, 2)  # the same on every rank: its mean is exact
-
-    def steps(model: nn.Module) -> dict[str, Tensor]:
-        optimizer = SharpnessAware(model.parameters(), lr=0.1)
-        for _ in range(3):
-            train(model, batch)
-            optimizer.first_step()
-            train(model, batch)
-            optimizer.second_step()
-        return clones(model.state_dict())
-
-    expected = steps(seeded(BUILD))
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
-        for name, value in steps(model).items():
-            torch.testing.assert_close(value, expected[name])
-
-    on_ranks(WORLD, BUILD, rank)
-
-
-def test_a_value_of_a_shard_carries_the_sharding_of_its_parameter() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        trained(comm, model)
-        for param in model.parameters():
-            assert param.grad is not None
-            assert sharding_of(param.grad) is sharding_of(param.grad * 2) is sharding_of(param)
-
-    on_ranks(2, BUILD, rank)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter, put_grad
 from shardwise.memory.sharding import sharding_of
@@ -67,26 +66,6 @@ MISUSES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_shard_of_one_element_is_not_broadcast(grad: bool) -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
-        sw.shard(model, comm=comm, bucketing="none")
-        weight = model.get_parameter("norm.weight")
-        assert weight.shape == (1,)
-        broadcast = torch.ones(2, 8) * local(weight)  # what torch would make of it
-        assert broadcast.shape == (2, 8)
-        with torch.set_grad_enabled(grad):
-            return said(sw.ShardUseError, lambda: torch.ones(2, 8) * weight)
-
-    for number, text in enumerate(on_ranks(8, Normed, rank)):
-        assert text.startswith(
-            f"parameter 'norm.weight' is sharded: this rank has elements {number} to "
-            f"{number + 1} of 8 (shard (1,) of (8,), unit '(root)'), and 'mul' needs the full "
-        )
-        assert "`with sharded.full_params():`" in text
-        assert "model(...), not .forward(...)" in text
-
-
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_every_rank_refuses_what_needs_the_whole_parameter(misuse: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> list[bool]:
@@ -132,37 +111,6 @@ def test_every_rank_refuses_to_record_a_shard_for_a_loss(use: Callable[[Tensor],
             use(param)
 
     on_ranks(3, Normed, rank)
-
-
-def test_shards_of_different_parameters_do_not_meet() -> None:
-    """Not even on a rank that holds nothing of either."""
-
-    def rank(comm: Comm, model: nn.Module) -> bool:
-        sw.shard(model, comm=comm)
-        norm, bias = model.get_parameter("norm.weight"), model.get_parameter("linear.bias")
-        with torch.no_grad():
-            text = said(sw.ShardUseError, lambda: norm.add(bias))
-            assert "parameter 'norm.weight' is sharded" in text
-            said(sw.ShardUseError, lambda: torch._foreach_add_([norm], [bias]))
-        return norm.shape.numel() == 0 and bias.shape.numel() == 0
-
-    assert any(on_ranks(5, Normed, rank))
-
-
-def test_a_whole_tensor_meets_a_shard_only_where_the_shard_is_whole() -> None:
-    """The one difference between ranks: where an elementwise result is right it is given."""
-    whole = torch.arange(8.0)
-
-    def rank(comm: Comm, model: nn.Module) -> bool:
-        sw.shard(model, comm=comm)
-        weight = model.get_parameter("norm.weight")
-        with torch.no_grad():
-            if weight.shape == whole.shape:
-                return torch.equal(local(weight * whole), whole)
-            said(sw.ShardUseError, lambda: weight * whole)
-        return False
-
-    assert sorted(on_ranks(3, Normed, rank)) == [False, False, True]
 
 
 def test_an_average_of_the_parameters_is_kept_on_shards() -> None:
@@ -223,22 +171,6 @@ def test_metadata_is_that_of_the_shard() -> None:
     assert sum(on_ranks(3, Normed, rank)) == count
 
 
-def test_while_its_unit_computes_a_parameter_is_a_plain_whole_one() -> None:
-    seen: list[tuple[type, torch.Size]] = []
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
-        weight = model.get_parameter("linear.weight")
-        assert type(weight) is ShardedParameter
-        see = lambda *_: seen.append((type(weight), weight.shape))  # noqa: E731
-        model.get_submodule("linear").register_forward_hook(see)
-        model(torch.ones(2, 8)).sum().backward()
-        assert type(weight) is ShardedParameter
-
-    on_ranks(2, Normed, rank)
-    assert seen == [(GatheredParameter, torch.Size((40, 8)))] * 2
-
-
 class Looking(torch.optim.SGD):
     """An optimizer that says which classes it works on."""
 
@@ -248,23 +180,6 @@ class Looking(torch.optim.SGD):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         self.seen = [type(p) for group in self.param_groups for p in group["params"]]
         super().step()
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-def test_an_optimizer_works_on_plain_parameters(foreach: bool) -> None:
-    """At native speed: no function of its own is intercepted."""
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
-        optimizer = Looking(model.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
-        for _ in range(2):
-            model(torch.randn(2, 8)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            assert set(optimizer.seen) == {nn.Parameter}
-            assert {type(param) for param in model.parameters()} == {ShardedParameter}
-
-    on_ranks(2, Normed, rank)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -448,15 +363,6 @@ def test_a_gradient_is_read_and_set_without_an_interception(
     weight.grad = None
     assert called == []
     assert type(weight) is ShardedParameter
-
-
-def test_memory_of_a_dtype_of_the_shard_may_have_any_shape() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
-        zeros = model.get_parameter("linear.weight").detach().new_zeros(3)
-        assert (type(zeros), zeros.tolist()) == (Tensor, [0.0, 0.0, 0.0])
-
-    on_ranks(2, Normed, rank)
 
 
 def test_a_shard_does_not_take_the_place_of_one_with_another_shape() -> None:

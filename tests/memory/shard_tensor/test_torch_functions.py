@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from tests.copies import clones, local, said
+from tests.copies import clones, said
 from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES, assert_at_rest, assert_gradients
 
@@ -241,28 +241,6 @@ def test_values_that_were_swapped_out_by_data_can_be_swapped_in_again(
         run(world, rank)
 
 
-def test_what_was_read_keeps_its_values_when_an_optimizer_puts_others_in() -> None:
-    """To whom parameters are plain."""
-
-    class Replacing(torch.optim.SGD):
-        elementwise = True
-
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            for param in self.param_groups[0]["params"]:
-                param.data = torch.full_like(param, 2.0)
-
-    def rank(comm: Comm) -> None:
-        model = nn.Linear(5, 7)
-        sw.shard(model, comm=comm)
-        backup, before = model.weight.data, local(model.weight.data).clone()
-        Replacing(model.parameters()).step()
-        with torch.no_grad():
-            assert (model(torch.ones(1, 5)) == 12.0).all()
-        assert torch.equal(local(backup), before)
-
-    run_threads(2, rank)
-
-
 REFUSED: dict[str, Read] = {
     "an index": lambda m, x: m.embed.weight.__setitem__(0, 1.0),
     "an output": lambda m, x: torch.mm(x[0].T, x[0], out=m.embed.weight),
@@ -282,17 +260,6 @@ def test_what_writes_to_whole_values_is_refused_in_a_pass_too(write: str) -> Non
     run_threads(2, rank)
 
 
-def test_ranks_without_elements_change_no_extreme_of_booleans() -> None:
-    def rank(comm: Comm) -> list[bool]:
-        model = nn.Linear(2, 1)
-        sw.shard(model, comm=comm)
-        bias = model.bias.detach()  # one element, on one rank
-        none, all_ = bias < -9, bias > -9
-        return [bool(x) for x in (none.max(), none.min(), all_.max(), all_.min())]
-
-    assert run_threads(3, rank) == [[False, False, True, True]] * 3
-
-
 def test_fills_of_nn_init_write_shards_and_draws_are_refused() -> None:
     def rank(comm: Comm) -> None:
         model = nn.Linear(5, 7)
@@ -305,22 +272,3 @@ def test_fills_of_nn_init_write_shards_and_draws_are_refused() -> None:
                 draw(model.weight)
 
     run_threads(2, rank)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_gradient_is_no_view_that_cannot_be_detached(world: int) -> None:
-    """``p.grad.detach_(); p.grad.zero_()`` is torch's ``zero_grad()`` of old."""
-
-    def rank(comm: Comm) -> None:
-        model = nn.Linear(5, 7)
-        sharded = sw.shard(model, comm=comm)
-        for last in (True, False, True):
-            with sharded.accumulate(last=last):
-                model(torch.ones(1, 5)).sum().backward()
-            for param in model.parameters():
-                assert param.grad is not None
-                param.grad.detach_()
-                assert (param.grad == 1).all()
-                param.grad.zero_()
-
-    run_threads(world, rank)

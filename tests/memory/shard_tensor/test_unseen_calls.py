@@ -194,18 +194,6 @@ def test_a_copy_of_a_parameter_is_whole_in_a_pass_and_refused_at_rest(
     on_ranks(world, lambda: Reading(READS[name]), rank)
 
 
-def test_in_a_pass_an_address_is_that_of_the_whole_parameter() -> None:
-    """A kernel of one's own reads as many elements there as ``shape`` says."""
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        assert isinstance(model, Reading)
-        sw.shard(model, comm=comm, wrap=sw.wrap.by_class(nn.Linear))
-        model(torch.ones(2, 6))
-        assert model.copies[0].item() >= 18 * 4
-
-    on_ranks(2, lambda: Reading(lambda w: torch.tensor(w.untyped_storage().nbytes())), rank)
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_shard_is_not_swapped_for_another_tensor(world: int) -> None:
     """The engine would go on with the object, which is then no shard."""
