@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from benchmarks.models import ON_CPU, Task
+from benchmarks.programs import PROGRAMS
 from benchmarks.training import Batch, Engine, apply_fsdp2, trained, training, unit_modules
 from shardwise.comm.machine.connect import over
 
@@ -37,13 +38,13 @@ ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-6}  # that eps keeps rounding fro
 class Setup:
     """What is the same for all engines of a run."""
 
-    model: str  # a name in ``ON_CPU``
-    # AdamW by torch's fused kernel, in ``sw.optim`` for ours; ``"sgd"``: torch's loop
+    model: str  # a name in ``ON_CPU`` or ``PROGRAMS``
+    # "adamw" is torch's fused kernel, and ``sw.optim`` for ours; "torch" and "sgd" torch's loop
     optimizer: str = "adamw"
 
     @property
     def task(self) -> Task:
-        return ON_CPU[self.model]
+        return (ON_CPU | PROGRAMS)[self.model]
 
     def new_model(self) -> nn.Module:
         """The same values for every engine and rank."""
@@ -53,8 +54,8 @@ class Setup:
 
 def optimizer_for(params: Iterable[nn.Parameter], name: str) -> Optimizer:
     """Torch's."""
-    if name == "adamw":
-        return torch.optim.AdamW(params, fused=True, **ADAMW)
+    if name != "sgd":
+        return torch.optim.AdamW(params, fused=name == "adamw" or None, **ADAMW)
     return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
 
 
@@ -77,7 +78,9 @@ def _shardwise(
     comm = over(dist.group.WORLD, transport=transport)
     sharded = sw.shard(model, strategy=strategy, comm=comm, compile=compiles)
     flat = setup.optimizer == "adamw"
-    optimizer = sw.optim.AdamW(sharded, **ADAMW) if flat else optimizer_for(trained(model), "sgd")
+    optimizer = (
+        sw.optim.AdamW(sharded, **ADAMW) if flat else optimizer_for(trained(model), setup.optimizer)
+    )
     return training(model, setup.task.loss, optimizer, comm.counters)
 
 
@@ -151,6 +154,8 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "shard_grad_op": partial(_shardwise, "shard_grad_op"),
     "full_shard": partial(_shardwise, "full_shard"),
     "full_shard_inductor": partial(_shardwise, "full_shard", compiles="inductor"),
+    "no_shard_memory": partial(_shardwise, "no_shard", transport="memory"),
+    "zero1_memory": partial(_shardwise, "zero1", transport="memory"),
     "shard_grad_op_memory": partial(_shardwise, "shard_grad_op", transport="memory"),
     "full_shard_memory": partial(_shardwise, "full_shard", transport="memory"),
     "ddp": _ddp,
@@ -162,8 +167,8 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     "deepspeed_zero3": partial(_deepspeed, 3),
 }
 
-#: Those that compile for seconds before the first step run when they are named.
-COMPILED = ("full_shard_inductor", "fsdp2_inductor")
+#: Run when they are named: those that compile for seconds, and those of the part "programs".
+WHEN_NAMED = ("full_shard_inductor", "fsdp2_inductor", "no_shard_memory", "zero1_memory")
 
 
 def absent(name: str) -> str:

@@ -9,17 +9,21 @@ from statistics import median
 
 from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
-from benchmarks.harness.report import MIB, Column, Report, Row, Table
+from benchmarks.harness.report import MIB, Cell, Column, Report, Row, Table
 from benchmarks.harness.rounds import paired, slowest
 from benchmarks.harness.workers import on_ranks
 from benchmarks.models import ON_CPU
-from benchmarks.step.engines import COMPILED, ENGINES, PLAIN, Setup, absent
+from benchmarks.programs import PROGRAMS
+from benchmarks.step.engines import ENGINES, PLAIN, WHEN_NAMED, Setup, absent
 from benchmarks.step.host import HOSTED, host_table, update_table
 from benchmarks.step.measure import Measured, measure, peak_memory, profile
+from benchmarks.step.programs import COLUMNS as PROGRAM_COLUMNS
+from benchmarks.step.programs import program_row
 from benchmarks.step.traffic import least_bytes
 
 BY = {
     "adamw": "adamw, torch's fused kernel, for every engine; by sw.optim for ours",
+    "torch": "torch.optim.AdamW with its defaults, for every engine",
     "sgd": "torch.optim sgd, its loop on CPU, for every engine",
 }
 PARTS = ("time", "memory", "host", "update")
@@ -51,11 +55,11 @@ class Config:
     world: tuple[int, ...] = setting((2,), "numbers of ranks")
     model: tuple[str, ...] = setting(("decoder128", "decoder32"), "what is trained", ON_CPU)
     engines: tuple[str, ...] = setting(
-        tuple(name for name in ENGINES if name not in COMPILED), "beside the plain step", ENGINES
+        tuple(name for name in ENGINES if name not in WHEN_NAMED), "beside the plain step", ENGINES
     )
     rounds: int = setting(20, "interleaved rounds of steps", least=2)
     optimizer: str = setting("adamw", "of every engine", BY)
-    part: tuple[str, ...] = setting(PARTS, "what is measured", (*PARTS, "profile"))
+    part: tuple[str, ...] = setting(PARTS, "what is measured", (*PARTS, "profile", "programs"))
     steps: int = setting(30, "of the host, optimizer and profile measurements", least=2)
 
 
@@ -75,6 +79,8 @@ def run(config: Config, log: Log) -> Iterator[Report]:
 
 def _every_table(config: Config, log: Log) -> Iterator[Table]:
     """Tables; one that comes again replaces the one with its title."""
+    if "programs" in config.part:
+        yield from _program_tables(config, log)
     for world, model in product(config.world, config.model):
         setup = Setup(model, config.optimizer)
         yield from _tables(setup, world, config, log)
@@ -87,6 +93,16 @@ def _every_table(config: Config, log: Log) -> Iterator[Table]:
     if "update" in config.part:
         names = [PLAIN, *(name for name in ("full_shard", "fsdp2") if name in config.engines)]
         yield update_table(names, config.steps, log)
+
+
+def _program_tables(config: Config, log: Log) -> Iterator[Table]:
+    """Every program for each number of ranks; one row more each time."""
+    for world in config.world:
+        rows: tuple[tuple[Cell, ...], ...] = ()
+        for name in PROGRAMS:
+            log(f"programs, {world} ranks, {config.rounds} rounds: {name}")
+            rows += (program_row(name, config.optimizer, world, config.rounds),)
+            yield Table(f"Programs, {world} ranks: each step ÷ DDP's", PROGRAM_COLUMNS, rows)
 
 
 def _tables(setup: Setup, world: int, config: Config, log: Log) -> Iterator[Table]:

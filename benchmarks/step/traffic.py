@@ -63,6 +63,8 @@ PARTS: dict[str, tuple[int, int, int]] = {
     "shard_grad_op": (1, 0, 1),
     "full_shard": (2, 0, 1),
     "full_shard_inductor": (2, 0, 1),
+    "no_shard_memory": (0, 0, 1),
+    "zero1_memory": (0, 0, 1),
     "shard_grad_op_memory": (0, 0, 1),
     "full_shard_memory": (0, 0, 1),
     "ddp": (0, 1, 1),

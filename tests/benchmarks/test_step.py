@@ -12,12 +12,12 @@ from benchmarks.harness.report import Cell, Report
 from benchmarks.harness.workers import on_ranks
 from benchmarks.models import ON_CPU
 from benchmarks.step import engines, host
-from benchmarks.step.engines import COMPILED, ENGINES, PLAIN, Setup, absent
+from benchmarks.step.engines import ENGINES, PLAIN, WHEN_NAMED, Setup, absent
 from benchmarks.step.measure import CHECKED, Lap, Measured, check_losses, measure, peak_memory
 from benchmarks.step.run import Config, run, times, traffic
 from benchmarks.step.traffic import PARTS, CopiedBytes, least_bytes
 
-HERE = [name for name in ENGINES if not absent(name) and name not in COMPILED]
+HERE = [name for name in ENGINES if not absent(name) and name not in WHEN_NAMED]
 Ranks = list[dict[str, Measured]]
 
 

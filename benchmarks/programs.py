@@ -1,0 +1,122 @@
+"""Small programs as their users write them: what is trained, with its data and its loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.models import Task
+from benchmarks.training import Batch, next_token_loss, token_batch
+
+
+class Digits(nn.Module):
+    """The network of PyTorch's MNIST example, without dropout: losses are compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
+        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, 1, 28, 28]`` → logits, ``[batch, 10]``."""
+        x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2).flatten(1)
+        logits: Tensor = self.fc2(F.relu(self.fc1(x)))
+        return logits
+
+
+class Residual(nn.Module):
+    """A norm and a small matrix beside a skip."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, width]`` → the same."""
+        out: Tensor = x + F.gelu(self.linear(self.norm(x)))
+        return out
+
+
+class Logits(nn.Module):
+    """A model of transformers that returns its logits alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pixels, or ids → logits."""
+        logits: Tensor = self.model(x).logits
+        return logits
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 12, "intermediate_size": 256}
+    shape |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 4, "num_labels": 10}
+    return Logits(ViTForImageClassification(ViTConfig(**shape)))
+
+
+def _llama(layers: int, width: int, vocabulary: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "use_cache": False}
+    shape |= {"num_attention_heads": width // 64, "intermediate_size": 4 * width}
+    return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=vocabulary))
+
+
+def _adapted() -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights="gaussian")
+    return Logits(peft.get_peft_model(_llama(6, 256, 4_096), config))
+
+
+def _classified(model: nn.Module, pair: Batch) -> Tensor:
+    return F.cross_entropy(model(pair[0]), pair[1])
+
+
+def _images(generator: torch.Generator, rows: int, *shape: int) -> Batch:
+    pixels = torch.randn(rows, *shape, generator=generator)
+    return pixels, torch.randint(10, (rows,), generator=generator)
+
+
+PROGRAMS: dict[str, Task] = {
+    "mnist": Task(
+        "MNIST's network, 16 images", Digits, lambda g: _images(g, 16, 1, 28, 28), _classified
+    ),
+    "vit": Task(
+        "ViT, 12 layers of width 64, 8 images",
+        _vit,
+        lambda g: _images(g, 8, 3, 32, 32),
+        _classified,
+    ),
+    "blocks": Task(
+        "24 blocks of LayerNorm and Linear(32, 32)",
+        lambda: nn.Sequential(*(Residual(32) for _ in range(24)), nn.Linear(32, 10)),
+        lambda g: _images(g, 16, 32),
+        _classified,
+    ),
+    "llama": Task(
+        "Llama, 6 layers of width 256, 2 × 96 tokens",
+        lambda: Logits(_llama(6, 256, 4_096)),
+        lambda g: token_batch(g, 4_096, 2, 96),
+        next_token_loss,
+    ),
+    "vocabulary": Task(
+        "Llama, 2 layers of width 512, vocabulary 16,384",
+        lambda: Logits(_llama(2, 512, 16_384)),
+        lambda g: token_batch(g, 16_384, 2, 96),
+        next_token_loss,
+    ),
+    "adapters": Task(
+        "the first Llama with peft's LoRA on all layers",
+        _adapted,
+        lambda g: token_batch(g, 4_096, 2, 96),
+        next_token_loss,
+    ),
+}
