@@ -24,6 +24,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from shardwise.plan.units import wrap
+
+wrap.JOINED_NBYTES = 0  # as tests/ranks.py
+
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_")
 # Files in which all is for make prove.

@@ -30,9 +30,11 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.comm.transports.shared_memory import shared_memory
 from shardwise.comm.transports.transport import Group
+from shardwise.plan.units import wrap
 
 T = TypeVar("T")
 
+wrap.JOINED_NBYTES = 0  # models of tests are small, and each of their blocks is to be a unit
 HUNG = "it did not end in time, and was killed"
 
 
@@ -179,7 +181,7 @@ def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:
 def fork_server() -> ForkServerContext:
     """Forks processes that have imported torch already, and what its optimizers and FSDP import."""
     context = mp.get_context("forkserver")
-    ours = ["shardwise.api.sharded", "shardwise.comm.machine.connect"]
+    ours = ["tests.ranks", "shardwise.api.sharded", "shardwise.comm.machine.connect"]
     context.set_forkserver_preload([*ours, "pytest", "numpy.testing", "torch._dynamo"])
     return context
 

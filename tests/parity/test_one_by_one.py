@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+import shardwise as sw
 from tests import nets
 from tests.nets import NETS, Net
 from tests.parity.meta import built_on_meta, init_of, made_whole
@@ -38,6 +39,17 @@ def test_ranks_equal_one_process_that_plays_them_in_turn(
     plain = one_by_one(recipe, world)
     assert plain.losses[0][0] != plain.losses[0][-1]
     assert_equal(on_threads(world, recipe, How(strategy)), plain, strategy)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRONGEST_FIRST)
+@pytest.mark.parametrize("nbytes", [10_000, 1 << 20], ids=["some", "all"])
+def test_units_of_joined_neighbours_equal_one_process(
+    nbytes: int, strategy: str, world: int
+) -> None:
+    recipe = Recipe.of(FROM_META[0], OPTIMIZERS["adamw"])
+    joined = How(strategy, sw.wrap.automatic(joined_nbytes=nbytes))
+    assert_equal(on_threads(world, recipe, joined), one_by_one(recipe, world), strategy)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -22,7 +22,7 @@ from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Mode, Order, Policy, UnitBytes
 from shardwise.plan.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.plan.units.units import Units, choose_units
-from shardwise.plan.units.wrap import Wrap
+from shardwise.plan.units.wrap import Wrap, automatic
 
 __all__ = ["Blueprint", "draw_on"]
 
@@ -98,6 +98,9 @@ def draw_on(
     options: Options,
 ) -> Blueprint:
     """A blueprint of ``model`` for one rank; arguments are those of ``shard()``."""
+    wrap = wrap or automatic()
+    if options.compile or options.activation_checkpointing:  # which is done block by block
+        wrap = replace(wrap, joins=None)
     units, alignment = choose_units(model, wrap, options.ignored), row(device).alignment
     cut = {unit.name: specs_of(unit, options, grid, placement, alignment) for unit in units}
     stay = with_residency(cut, units, options.unsharded)

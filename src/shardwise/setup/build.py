@@ -27,6 +27,7 @@ from shardwise.memory.shard_tensor.adapter_order import check_adapters
 from shardwise.memory.shard_tensor.unseen_calls import intercept_calls
 from shardwise.memory.sharding import sharding_of
 from shardwise.plan.spec import BucketSpec
+from shardwise.plan.units import wrap
 from shardwise.plan.units.units import Unit, Units
 from shardwise.runtime.other_engines import check_unwrapped
 from shardwise.runtime.unit import UnitState
@@ -111,7 +112,8 @@ def warn_of_copies(specs: Specs, world: int) -> None:
 def warn_of_one_unit(model: nn.Module, units: Units, placement: Placement) -> None:
     """Warn where a model of several layers has one unit, which is gathered whole."""
     layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
-    if len(units) == 1 and len(layers) > 1 and placement.frees:
+    is_large = units[0].nbytes > wrap.JOINED_NBYTES
+    if is_large and len(units) == 1 and len(layers) > 1 and placement.frees:
         log.warning(
             "%s is one unit, since no blocks repeat in it: all %s parameters are gathered at once, "
             "and %s saves their memory only between steps. Pass wrap=sw.wrap.by_size("

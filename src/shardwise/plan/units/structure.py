@@ -22,6 +22,7 @@ __all__ = [
     "elements",
     "has_forward",
     "holds_parameters",
+    "joined",
     "partial_roots",
     "pick_by_structure",
 ]
@@ -58,6 +59,22 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     return _disjoint([*blocks, *(group for group in others if 16 * elements(group) >= largest)])
 
 
+def joined(model: nn.Module, groups: Iterable[Group], nbytes: int) -> list[Group]:
+    """Make one group of neighbours whose parameters together have at most so many bytes.
+
+    Neighbours by the order of registration, which is that of use in most models. A model that has
+    no more bytes than that is one unit.
+    """
+    position = {module: i for i, module in enumerate(model.modules())}
+    rows: list[Group] = []
+    for group in sorted(groups, key=lambda group: position[group[0]]):
+        if rows and _nbytes((*rows[-1], *group)) <= nbytes:
+            rows[-1] += group
+        else:
+            rows.append(group)
+    return rows if _nbytes((model,)) > nbytes else []
+
+
 def partial_roots(
     model: nn.Module, unit_modules: Collection[nn.Module], root_params: Iterable[nn.Parameter]
 ) -> set[nn.Module]:
@@ -89,8 +106,15 @@ def _disjoint(groups: Iterable[Group]) -> list[Group]:
 
 def elements(group: Group) -> int:
     """Elements of all parameters inside."""
-    inside = {param for module in group for param in module.parameters()}
-    return sum(param.numel() for param in inside)
+    return sum(param.numel() for param in _parameters(group))
+
+
+def _nbytes(group: Group) -> int:
+    return sum(param.nbytes for param in _parameters(group))
+
+
+def _parameters(group: Group) -> set[nn.Parameter]:
+    return {param for module in group for param in module.parameters()}
 
 
 def _blocks(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[Group]:

@@ -19,7 +19,13 @@ from torch import nn
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.errors.arguments import checked
-from shardwise.plan.units.structure import Group, has_forward, holds_parameters, pick_by_structure
+from shardwise.plan.units.structure import (
+    Group,
+    has_forward,
+    holds_parameters,
+    joined,
+    pick_by_structure,
+)
 
 __all__ = [
     "Group",
@@ -33,6 +39,8 @@ __all__ = [
     "whole",
 ]
 
+JOINED_NBYTES = 4 << 20  # measured: benchmarks/RESULTS.md, "Small units"
+
 ClassLike = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 ModuleLike = nn.Module | str | Iterable[nn.Module | str]
 
@@ -43,12 +51,14 @@ class Wrap:
 
     says: str  # its text in messages, for example "by_class(Block)"
     pick: Callable[[nn.Module], list[Group]]  # the groups of a model. It changes nothing there
+    joins: int | None = None  # bytes up to which neighbouring groups are one unit; ``None``: never
 
     def __str__(self) -> str:
         return self.says
 
 
-def automatic() -> Wrap:
+@checked
+def automatic(joined_nbytes: int | None = None) -> Wrap:
     """Units are the repeated blocks, each embedding outside them, and the head.
 
     Blocks are the topmost siblings, two or more of one class, in a ``ModuleList``,
@@ -56,8 +66,15 @@ def automatic() -> Wrap:
     different roles: query, key and value; encoder and decoder. The modules registered after the
     last block, if the last has a matrix, are the head: one unit, with the final norm. A model
     without repeated blocks is one unit. See `shardwise.plan.units.structure` for details.
+
+    Neighbours whose parameters together are small are one unit, since a collective costs time of
+    its own. Not where units are compiled or recomputed, which is done block by block.
+
+    Args:
+        joined_nbytes: the most bytes of what is joined; by default 4 MiB, ``0`` joins nothing.
     """
-    return Wrap("automatic()", pick_by_structure)
+    joins = JOINED_NBYTES if joined_nbytes is None else joined_nbytes
+    return Wrap("automatic()", pick_by_structure, joins)
 
 
 def whole() -> Wrap:
@@ -147,6 +164,8 @@ def checked_groups(model: nn.Module, wrap: Wrap) -> list[Group]:
     names = {module: name for name, module in model.named_modules()}
     called, picked_modules = called_modules(model), set[nn.Module]()
     groups = [group for group in wrap.pick(model) if group and model not in group]
+    if wrap.joins:
+        groups = joined(model, groups, wrap.joins)
     for module in (module for group in groups for module in group):
         _check_pick(module, names, wrap)
         if module not in called:
