@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.config.ignored import Ignored, ignored_params
+from shardwise.config.ignored import Ignored
 from shardwise.memory.sharding import sharding_of
 from tests.copies import clones, on_ranks, said, seeded
 from tests.nets import numbers
@@ -109,20 +109,6 @@ def test_optimizers_and_clipping_step_on_the_others() -> None:
         model(batch(comm.rank))
 
     on_ranks(2, Routed, rank)
-
-
-def test_a_model_on_the_meta_device_has_values_for_them() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    sw.shard(model, ignored=["1"])
-    assert not any(tensor.is_meta for tensor in model.parameters())
-    assert sharding_of(model.get_parameter("1.weight")) is None
-
-
-def test_all_names_of_a_tied_parameter_are_ignored() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    assert ignored_params(model, [model[2]]) == {model[0].weight, model[2].bias}
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.reduction import Reduction
-from shardwise.comm.transports.local import LocalComm
 from shardwise.config.precision import Dtypes, Precision
 from shardwise.memory.sharding import sharding_of
 from tests.copies import local
-from tests.nets import decoder, decoder_batch, loss, mostly_frozen, numbers
+from tests.nets import decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, train
@@ -137,37 +136,6 @@ def test_bf16_compute_on_fp32_shards_stays_close_to_fp32_and_trains_the_fp32_mas
     assert narrow == pytest.approx(wide, rel=0.02)
 
 
-def test_an_update_smaller_than_bf16_can_show_is_kept_in_the_masters() -> None:
-    models = [nn.Linear(4, 4, bias=False) for _ in range(2)]
-    for model in models:
-        nn.init.ones_(model.weight)
-
-    def rank(comm: Comm) -> Tensor:
-        model = models[comm.rank]
-        sw.shard(model, wrap=sw.wrap.whole(), comm=comm, precision=Precision(param_dtype=BF16))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        for _ in range(10):
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        after: Tensor = model.state_dict()["weight"]
-        return after
-
-    for after in run_threads(2, rank):
-        assert torch.allclose(after, torch.full((4, 4), 1 - 10 * 1e-4))
-        assert torch.equal(after.bfloat16(), torch.ones(4, 4, dtype=BF16))
-
-
-def test_frozen_parameters_are_stored_as_they_are_and_computed_like_the_others() -> None:
-    model = mostly_frozen().bfloat16()
-    sharded = sw.shard(
-        model, comm=LocalComm(), precision=Precision(stored_dtype=FP32, param_dtype=BF16)
-    )
-    for bucket in sharded.buckets:
-        assert bucket.dtypes.stored is (FP32 if bucket.trainable else BF16)
-        assert bucket.dtypes.param is BF16
-
-
 # ---- the mean ----------------------------------------------------------------------------------
 
 
@@ -220,26 +188,6 @@ def test_tiny_fp16_gradients_underflow_only_where_the_whole_division_comes_first
     assert mean_of([1e-7] * 4, average="predivide", **FP16_SUMS) == 0.0
     assert mean_of([1e-7] * 4, average="sqrt", **FP16_SUMS) == tiny
     assert mean_of([1e-7] * 4, average="postdivide", **FP16_SUMS) == tiny
-
-
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_the_split_mean_of_equal_fp16_gradients_is_that_gradient(world: int) -> None:
-    assert mean_of([24576.0] * world, **FP16_SUMS) == 24576.0
-
-
-def test_fp16_on_the_wire_summed_in_fp32_never_overflows() -> None:
-    assert mean_of([6e4] * 4, average="postdivide", param_dtype=FP16) == 6e4
-
-
-def test_fp32_is_summed_and_then_divided() -> None:
-    """Dividing each by 3 before the sum would round three times more."""
-    values = [0.1, 0.7, 1.1]
-    first, second, third = (torch.tensor(value) for value in values)
-    after = ((first + second + third) / 3).item()
-    before = (first / 3 + second / 3 + third / 3).item()
-    assert after != before
-    assert mean_of(values) == after
-    assert mean_of(values, average="predivide") == before
 
 
 def test_the_backends_own_mean_can_be_chosen() -> None:

@@ -22,7 +22,6 @@ from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
-from tests.fake import FakeComm
 from tests.steps import STRATEGIES, averaged, train
 
 optim = pytest.importorskip("bitsandbytes").optim
@@ -180,27 +179,9 @@ def test_adapters_are_trained_on_a_frozen_base_that_is_cut_inside_blocks() -> No
         assert text.endswith("was frozen then, call sharded.relayout() once it is trained.")
 
 
-def test_a_layout_of_blocks_cuts_trainable_parameters_between_them() -> None:
-    for world in (2, 3, 8):
-        sharded = sw.shard(seeded(nets.mostly_frozen), comm=FakeComm(0, world), blocksize=16)
-        for bucket in sharded.buckets:
-            for slot in bucket.layout.slots:
-                cuts = [bucket.layout.owned(slot, rank)[0] for rank in bucket.layout.owners(slot)]
-                assert slot.atom % 16 == 0 or not bucket.trainable
-                assert not any(cut % 16 for cut in cuts) or not bucket.trainable
-
-
 def test_a_negative_blocksize_is_refused() -> None:
     text = said(sw.ConfigError, lambda: sw.shard(seeded(net), blocksize=-1))
     assert text == "blocksize is -1; set 256, or 0 to cut between rows."
-
-
-def test_a_part_that_is_the_whole_parameter_has_its_shape() -> None:
-    """A matrix of 24 columns in blocks of 256: elements where it is cut, else rows."""
-    for world, shapes in ((1, {(101, 24)}), (4, {(768, 1), (512, 1), (0, 1), (120, 1), (256, 1)})):
-        for rank in range(world):
-            sharded = sw.shard(seeded(net), comm=FakeComm(rank, world), blocksize=256)
-            assert tuple(sharded.model.get_parameter("embed.weight").shape) in shapes
 
 
 def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:

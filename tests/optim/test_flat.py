@@ -254,39 +254,6 @@ def test_a_step_that_changed_nothing_is_not_decided_again(monkeypatch: pytest.Mo
     assert len(decided) == 3 * len(sharded.buckets)
 
 
-# ---- values that the user puts in place --------------------------------------------------------
-
-
-def test_a_graph_that_saved_a_parameter_hears_of_the_update() -> None:
-    """As with torch's optimizers: else the backward pass would silently use other values."""
-    model = nets.decoder()
-    sharded = sw.shard(model)
-    optimizer = sw.optim.AdamW(sharded, lr=0.1)
-    train(model, DECODER.batch(0, 2))
-    value = nets.loss(model, DECODER.batch(1, 2))
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        value.backward()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_zeroed_as_torch_zeroes_them(set_to_none: bool) -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        flat, plain = twins(comm, model)
-        for twin in (flat, plain):
-            for step in range(3):
-                train(twin.model, DECODER.batch(step, 2))
-                twin.optimizer.step()
-                twin.optimizer.zero_grad(set_to_none)
-                for param in twin.model.parameters():
-                    assert type(param) is ShardedParameter
-                    assert (param.grad is None) is set_to_none
-                    assert set_to_none or not param.grad.any()  # type: ignore[union-attr]
-        assert_alike(clones(flat.model.state_dict()), clones(plain.model.state_dict()))
-
-    on_ranks(2, DECODER.build, rank)
-
-
 # ---- state -----------------------------------------------------------------------------------
 
 
@@ -397,21 +364,6 @@ def test_state_that_is_thrown_away_begins_anew(reset: Callable[[Optimizer], None
                 twin.step(DECODER.batch(step, 2))
             reset(twin.optimizer)
             twin.step(DECODER.batch(5, 2))
-        assert_alike(clones(flat.model.state_dict()), clones(plain.model.state_dict()))
-
-    on_ranks(2, DECODER.build, rank)
-
-
-def test_state_that_is_written_in_place_counts() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        flat, plain = twins(comm, model)
-        for twin in (flat, plain):
-            twin.step(DECODER.batch(0, 2))
-            for number, param in enumerate(twin.model.parameters()):
-                state = twin.optimizer.state[param]
-                state["step"].fill_(number % 3)
-                state["exp_avg"].mul_(2)
-            twin.step(DECODER.batch(1, 2))
         assert_alike(clones(flat.model.state_dict()), clones(plain.model.state_dict()))
 
     on_ranks(2, DECODER.build, rank)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
-from shardwise.memory.sharding import sharding_of
 from tests import nets
 from tests.copies import assert_near, clones, equal, local, on_ranks, said, seeded
 from tests.nets import Net
@@ -195,22 +194,6 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     for first, world, strategy in runs:
         for state in on_ranks(world, nets.decoder, lambda c, m: rank(c, m, first, strategy)):  # noqa: B023
             assert equal(state, expected[first + 1])
-
-
-def test_momentum_is_sharded_like_the_parameters() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        optimizer = sw.optim.Muon(sw.shard(model, comm=comm), **MUON)
-        train(model, batch(0, comm.rank))
-        optimizer.step()
-        for name, param in model.named_parameters():
-            state, sharding = optimizer.state[param], sharding_of(param)
-            assert sharding is not None
-            matrix = is_muons(name, torch.empty(sharding.shape, device="meta"))
-            expected = {"momentum_buffer"} if matrix else {"step", "exp_avg", "exp_avg_sq"}
-            assert set(state) == expected
-            assert {v.shape for k, v in state.items() if k != "step"} == {param.shape}
-
-    on_ranks(3, nets.decoder, rank)
 
 
 def test_matrices_without_a_gradient_are_left_alone() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
@@ -164,43 +163,6 @@ class Signed(Optimizer):
 
 class SignedElementwise(Signed):
     elementwise = True
-
-
-class Remembering(SignedElementwise):
-    """State in a list, as of methods that remember the last gradients."""
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            past = self.state[param].setdefault("past", [])
-            past.append(param.grad.clone())
-        super().step()
-
-    elementwise = True
-
-
-def test_state_in_a_list_is_cut_and_made_whole_again() -> None:
-    plain = seeded(ODD.build)
-    train(plain, ODD.batch(0, 2))
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        optimizer = Remembering(model.parameters())
-        train(model, ODD.batch(0, 2))
-        optimizer.step()
-        sharded = sw.shard(model, comm=comm)
-        train(model, ODD.batch(0, 2))
-        optimizer.step()
-        for param in model.parameters():
-            assert [past.shape for past in optimizer.state[param]["past"]] == [param.shape] * 2
-        given = optimizer.state_dict()["state"]
-        sharded.unshard()
-        for number, (param, other) in enumerate(
-            zip(model.parameters(), plain.parameters(), strict=True)
-        ):
-            for whole in (optimizer.state[param]["past"], given[number]["past"]):
-                assert torch.equal(whole[0], other.grad if other.grad is not None else whole[0])
-                assert len(whole) == 2
-
-    on_ranks(3, ODD.build, rank)
 
 
 REFUSED: dict[str, tuple[Callable[[Groups], Optimizer], str]] = {
@@ -373,39 +335,6 @@ def test_a_step_inside_another_optimizers_step_leaves_that_its_plain_tensors() -
     on_ranks(2, nets.decoder, rank)
 
 
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=5),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_learning_rate_schedules_work(name: str) -> None:
-    def run(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        schedule, rates = SCHEDULERS[name](optimizer), []
-        for step in range(4):
-            train(model, nets.decoder_batch(step, 2))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            rates.append(optimizer.param_groups[0]["lr"])
-        return rates, clones(model.state_dict())
-
-    rates, state = run(seeded(nets.decoder))
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, comm=comm)
-        found = run(model)
-        assert found[0] == rates
-        assert equal(found[1], state)
-
-    on_ranks(2, nets.decoder, rank)
-    assert len(set(rates)) > 1
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_that_would_miss_accumulated_gradients_is_an_error(strategy: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
@@ -470,19 +399,6 @@ def test_a_forward_pass_without_a_backward_one_is_not_in_the_way_of_a_step(strat
     )
     for state in on_ranks(2, nets.decoder, rank):
         assert equal(state, plain.states[0])
-
-
-def test_optimizers_of_other_models_are_nobodys_business() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm)
-        with sharded.no_sync():
-            train(model, nets.decoder_batch(comm.rank, 2))
-        other = nn.Linear(2, 2)
-        other(torch.ones(2)).sum().backward()
-        torch.optim.LBFGS(other.parameters()).step(lambda: 1.0)
-        Signed(other.parameters()).step()
-
-    on_ranks(2, nets.decoder, rank)
 
 
 def test_one_optimizer_steps_on_a_sharded_and_a_plain_model() -> None:
@@ -657,26 +573,6 @@ def test_a_model_may_be_sharded_while_the_optimizer_of_another_steps() -> None:
     sharded.runtime.before_update.append(lambda: sw.shard(second))
     torch.optim.SGD(first.parameters(), lr=0.1).step()
     assert sharding_of(second.get_parameter("lm_head.weight"))
-
-
-def test_the_shards_of_a_scalar_keep_the_optimizers_books() -> None:
-    """A 0-dim state is either the scalar's own, which is cut, or a count of steps, which is not."""
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        train(model, ODD.batch(0, 2))
-        optimizer.step()
-        sw.shard(model, comm=comm)
-        optimizer.step()
-        temperature = model.get_parameter("temperature")
-        sharding, state = sharding_of(temperature), optimizer.state[temperature]
-        assert sharding is not None
-        assert sharding.shape == ()
-        assert state["step"] == 2
-        assert state["exp_avg"].shape == temperature.shape
-        assert math.prod(temperature.shape) == sharding.stop - sharding.start
-
-    on_ranks(3, ODD.build, rank)
 
 
 # --- state that is loaded -----------------------------------------------------------------------

@@ -7,7 +7,6 @@ sums have another order.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from shardwise.config.options import Options
 from shardwise.config.placement import Placement
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
-from shardwise.plan.schedule.events import Op
 from shardwise.plan.units.units import Units
 from tests import nets
 from tests.copies import assert_near, clones, equal, local, on_ranks, said, seeded
@@ -213,44 +211,6 @@ def test_each_axis_carries_the_lower_bound_and_the_schedule_says_so(mixture: str
             assert f"reduce-scatter over shard + {how} over replicate" in line
 
     on_ranks(4, nets.decoder, rank)
-
-
-def test_copies_are_updated_once_in_a_step_of_several_micro_batches() -> None:
-    def rank(comm: Comm, model: nn.Module) -> Counter[str]:
-        sharded = sw.shard(model, "hybrid_full", comm=comm, mesh=(2, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trained(sharded, optimizer)
-        replicate, _ = comm.axes(2, 2)
-        replicate.counters.reset()
-        trained(sharded, optimizer)
-        updates = [event for event in sharded.schedule_of("last").events if event.op is Op.UPDATE]
-        assert updates == []
-        return Counter(replicate.counters.calls)
-
-    for calls in on_ranks(4, nets.decoder, rank):
-        assert calls["update"] == 2 * 5  # two steps of five units
-
-
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_values_that_are_written_between_passes_reach_all_copies(strategy: str) -> None:
-    def rank(comm: Comm, model: nn.Module) -> Tensor:
-        sharded = sw.shard(model, strategy, comm=comm, mesh=(2, 2))
-        with sharded.accumulate(last=False):  # no optimizer steps after it
-            train(model, nets.decoder_batch(comm.rank, 2))
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(2)
-            output: Tensor = model(nets.decoder_batch(0, 2)[0])
-            return output.clone()
-
-    torch.manual_seed(0)
-    plain = nets.decoder()
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.mul_(2)
-        expected = plain(nets.decoder_batch(0, 2)[0])
-    for output in on_ranks(4, nets.decoder, rank):
-        assert torch.equal(output, expected)
 
 
 def test_units_of_a_grid_may_live_in_different_places() -> None:

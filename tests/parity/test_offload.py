@@ -161,22 +161,6 @@ def test_a_device_keeps_no_offloaded_parameter_between_steps(strategy: str) -> N
     assert all(nbytes > 0 for nbytes in of(partial(rank, offload="optimizer")))
 
 
-def test_gradients_that_are_kept_add_up_and_those_of_several_backward_passes() -> None:
-    def rank(comm: Comm, model: nn.Module, offload: Any) -> dict[str, Tensor]:
-        sw.shard(model, comm=comm, offload=offload)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(3):  # nobody sets gradients to zero
-            for part in range(2):
-                train(model, batches(2 * step + part, comm.size)[comm.rank])
-            optimizer.step()
-        return clones(model.state_dict())
-
-    [expected, *_] = on_ranks(2, nets.decoder, partial(rank, offload="none"))
-    for offload in MODES:
-        [state, *_] = on_ranks(2, nets.decoder, partial(rank, offload=offload))
-        assert equal(state, expected)
-
-
 class Wanders(nn.Module):
     """Its blocks run in an order that changes, one of them twice, and may stop half-way."""
 
@@ -259,30 +243,6 @@ def test_a_checkpoint_goes_on_with_and_without_offload(make: Any, tmp_path: Path
     for name, offload in (("device", there), ("host", here)):
         [state, *_] = on_ranks(2, nets.decoder, partial(load, name=name, offload=offload))
         assert equal(state, expected)
-
-
-def test_values_that_are_read_and_written_are_those_in_host_memory() -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm, offload="everything")
-        plain = clones(model.state_dict())
-        with torch.no_grad():
-            model(nets.decoder_batch(0, 2)[0])
-            for param in model.parameters():
-                param.mul_(2)
-        doubled = {name: value * 2 for name, value in plain.items()}
-        assert equal(clones(model.state_dict()), doubled)
-        with sharded.full_params(writeback=True), torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)
-        assert equal(clones(model.state_dict()), plain)
-        model.load_state_dict(doubled)
-        whole = seeded(nets.decoder)
-        whole.load_state_dict(doubled)
-        with torch.no_grad():
-            batch = nets.decoder_batch(3, 2)[0]
-            assert torch.equal(model(batch), whole(batch))
-
-    on_ranks(2, nets.decoder, rank)
 
 
 def test_frozen_shards_are_in_host_memory_only_where_parameters_are() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,7 @@ import shardwise as sw
 from shardwise.comm.codec import Codec
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.copies import clones, equal, on_ranks
+from tests.copies import on_ranks
 from tests.ranks import run_sharing
 from tests.steps import Recorder, train
 
@@ -81,30 +79,6 @@ def test_so_do_those_with_copies(strategy: str) -> None:
     assert found != exact
     for mine, wanted in zip(found, exact, strict=True):
         assert mine == pytest.approx(wanted, rel=0.05)
-
-
-def test_a_run_that_is_resumed_comes_to_the_same_bits(tmp_path: Path) -> None:
-    policy = POLICIES["int8, bf16 compute"]
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sharded = sw.shard(model, comm=comm, precision=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-        ends = []
-        for step in range(4):
-            if step == 2:
-                sharded.save(tmp_path / "step-2", optimizer)
-            train(model, nets.decoder_batch(10 * step + comm.rank, 2))
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(clones(model.state_dict()))
-        sharded.load(tmp_path / "step-2", optimizer)
-        for step in (2, 3):
-            train(model, nets.decoder_batch(10 * step + comm.rank, 2))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert equal(model.state_dict(), ends[0])
-
-    on_ranks(2, nets.decoder, rank)
 
 
 def test_the_layout_and_the_schedule_show_them() -> None:

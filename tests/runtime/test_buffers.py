@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.runtime.buffers import sync_buffers
 from tests import nets
 from tests.copies import assert_near, clones, equal, on_ranks, said, seeded
 from tests.ranks import run_processes
@@ -131,27 +130,6 @@ def test_a_checkpoint_has_each_ranks_buffers_only_where_they_differ(
     on_ranks(2, BUILD, rank)
     own = (tmp_path / "step-2" / "training/ranks.safetensors").read_bytes()
     assert (b"buffer/" in own) is (policy == "local")
-
-
-# ---- what is no statistic ------------------------------------------------------------------------
-
-
-def test_averaging_changes_no_constant_and_no_integer() -> None:
-    """Adding 0.1 three times and dividing by 3 is not 0.1, and -inf has no mean."""
-
-    def rank(comm: Comm, model: nn.Module) -> None:
-        model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-        model.register_buffer("tenth", torch.tensor([0.1], dtype=torch.bfloat16))
-        model.register_buffer("count", torch.tensor(7 + comm.rank))
-        model.register_buffer("thirds", torch.tensor([0.0, 3.0 * comm.rank], dtype=torch.float16))
-        model.register_buffer("nothing", torch.empty(0), persistent=False)
-        sync_buffers(model, "average", comm)
-        found = {name: buffer.tolist() for name, buffer in model.named_buffers()}
-        tenth = torch.tensor([0.1]).bfloat16().tolist()
-        expected = {"mask": [0.0, -torch.inf], "tenth": tenth, "count": 7, "thirds": [0.0, 3.0]}
-        assert found == {**expected, "nothing": []}
-
-    on_ranks(3, nn.Identity, rank)
 
 
 # ---- SyncBatchNorm -------------------------------------------------------------------------------

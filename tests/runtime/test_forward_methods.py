@@ -10,17 +10,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.plan.schedule.events import Op
 from tests.fake import FakeComm
 from tests.nets import Batch, Block, numbers
 from tests.ranks import run_threads
 from tests.steps import (
     STRATEGIES,
-    Recorder,
     assert_at_rest,
     assert_gradients,
     averaged,
-    units_of,
 )
 
 WIDTH = 8
@@ -132,17 +129,6 @@ def test_a_method_that_calls_the_model_again_and_again_and_one_that_fails() -> N
     run_threads(2, rank)
 
 
-def test_a_method_inside_another_is_no_call_of_its_own() -> None:
-    model = Autoencoder()
-    sharded = sw.shard(model, comm=FakeComm(0, 2))
-    for name in ("encode", "loss"):
-        sharded.register_forward_method(model, name)
-    recorder = Recorder(sharded)
-    model.loss(*BATCHES[0])
-    entered = units_of(recorder.events, Op.ENTER)
-    assert entered == ["", "encoder.0", "encoder.1", "decoder.0", "decoder.1"]
-
-
 def test_a_method_that_is_called_after_ctrl_c_begins_a_pass(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -160,16 +146,6 @@ def test_a_method_that_is_called_after_ctrl_c_begins_a_pass(
     assert torch.equal(model.encode(*BATCHES[0]), expected)
     [warned] = caplog.messages
     assert warned.startswith("a forward pass stopped before its end")
-
-
-def test_a_module_reads_the_unit_that_holds_parameters_of_its_own() -> None:
-    model = Autoencoder()
-    unit_of = sw.shard(model, comm=FakeComm(0, 2))._hooks.unit_of
-    assert (
-        unit_of(model.encoder[1]) == unit_of(model.encoder[1].get_submodule("mlp")) == "encoder.1"
-    )
-    assert unit_of(model) == unit_of(model.mean) == ""
-    assert unit_of(model.encoder) is None  # only units inside it
 
 
 def test_without_the_registration_the_error_names_it() -> None:

@@ -175,17 +175,6 @@ def test_inputs_are_cast_at_each_unit(strategy: str, checkpointing: bool) -> Non
     on_ranks(2, Between, rank)
 
 
-def test_none_are_cast_where_the_precision_says_so() -> None:
-    model = seeded(Between)
-    by, precision = (
-        sw.wrap.by_class(Scaled),
-        sw.Precision(param_dtype=BF16, cast_forward_inputs=False),
-    )
-    sw.shard(model, wrap=by, precision=precision)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        model(torch.ones(2, 8))
-
-
 def test_a_trace_casts_them_too() -> None:
     model = seeded(Between)
     options: dict[str, Any] = {"wrap": sw.wrap.by_class(Scaled)}

@@ -23,7 +23,7 @@ from shardwise.runtime.trained import ask_used
 from tests.copies import equal, on_ranks, said, seeded
 from tests.nets import numbers
 from tests.ranks import run_threads
-from tests.steps import STRATEGIES, Recorder, assert_at_rest, units_of
+from tests.steps import Recorder, assert_at_rest, units_of
 from tests.watched import Late
 
 Shard = Callable[[nn.Module], object]
@@ -71,28 +71,6 @@ def assert_as_plain(program: Program, build: Callable[[], nn.Module], strategy: 
 # --- as a plain model does ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_layers_are_unfrozen_and_frozen_again_and_keep_their_optimizer_state(strategy: str) -> None:
-    """From the head down, then the head alone, then one bias alone."""
-
-    def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
-        model.requires_grad_(False)
-        model.get_submodule("head").requires_grad_(True)
-        shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for trained in (("head",), ("head", "layers.2"), ("layers", "head"), ("head",), ()):
-            model.requires_grad_(False)
-            for name in trained:
-                model.get_submodule(name).requires_grad_(True)
-            model.get_parameter("layers.1.bias").requires_grad_(True)
-            for _ in range(2):
-                train(model)
-                optimizer.step(), optimizer.zero_grad()
-        return whole(model)
-
-    assert_as_plain(program, Chain, strategy)
-
-
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard"])
 def test_what_was_accumulated_before_it_was_frozen_is_kept(strategy: str) -> None:
     def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
@@ -137,26 +115,6 @@ def test_the_model_itself_may_change_it_as_it_computes(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             train(model)
-            optimizer.step(), optimizer.zero_grad()
-        return whole(model)
-
-    assert_as_plain(program, Chain, strategy)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-def test_two_forward_passes_of_one_step_may_differ_in_it(strategy: str) -> None:
-    """The last one is frozen, and all is trained again when gradients come; then the reverse."""
-
-    def program(model: nn.Module, shard: Shard) -> dict[str, Tensor]:
-        shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for first in (True, False):
-            outs = []
-            for trained in (first, not first):
-                model.requires_grad_(trained)
-                outs.append(model(X.clone().requires_grad_(True)).square().mean())
-            model.requires_grad_(True)
-            sum(outs).backward()
             optimizer.step(), optimizer.zero_grad()
         return whole(model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -109,23 +108,6 @@ def test_a_model_made_unit_by_unit_equals_one_made_whole_with_the_same_seed(net:
     assert torch.equal(after, torch.rand(1))  # nothing was drawn besides
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("net", NETS, ids=str)
-def test_so_it_does_on_ranks_that_draw_alike_without_a_word(net: Net, strategy: str) -> None:
-    whole = net.build().apply(drawing(torch.Generator().manual_seed(7)))
-
-    def rank(comm: Comm) -> None:
-        init = drawing(torch.Generator().manual_seed(7))
-        model = models[comm.rank]
-        sw.shard(model, strategy, comm=comm, init=init, sync_module_states=False)
-        assert "broadcast" not in comm.counters.calls
-        assert equal(model.state_dict(), clones(whole.state_dict()))
-        assert equal(buffers(model), buffers(whole))
-
-    models = [built_on_meta(net) for _ in range(3)]
-    run_threads(3, rank)
-
-
 def test_complex_numbers_are_made_and_missed_like_others() -> None:
     with torch.device("meta"):
         models = [nn.Linear(3, 4, dtype=torch.complex64) for _ in range(2)]
@@ -134,18 +116,6 @@ def test_complex_numbers_are_made_and_missed_like_others() -> None:
     assert models[0].state_dict()["weight"].eq(1j).all()
     text = said(sw.ConfigError, lambda: sw.shard(models[1], init=lambda module: None))
     assert text.startswith("'weight' of Linear was built on the meta device and still has no value")
-
-
-def test_rank_0s_values_count_where_ranks_draw_differently() -> None:
-    whole = nets.odd_convnet().apply(drawing(torch.Generator().manual_seed(0)))
-
-    def rank(comm: Comm) -> None:
-        model = models[comm.rank]
-        sw.shard(model, comm=comm, init=drawing(torch.Generator().manual_seed(comm.rank)))
-        assert equal(model.state_dict(), clones(whole.state_dict()))
-
-    models = [built_on_meta(Net(nets.odd_convnet, nets.odd_convnet_batch)) for _ in range(2)]
-    run_threads(2, rank)
 
 
 def test_parameters_stay_the_objects_that_they_were() -> None:
@@ -402,19 +372,6 @@ def test_ranks_that_start_differently_are_made_equal(net: Net, strategy: str) ->
     run_threads(3, rank)
 
 
-def test_it_is_said_how_much_was_sent(caplog: pytest.LogCaptureFixture) -> None:
-    model = nets.odd_convnet()
-    tensors = [*model.parameters(), *model.buffers()]
-    with caplog.at_level(logging.INFO, logger="shardwise"):
-        on_ranks(2, nets.odd_convnet, lambda comm, model: sw.shard(model, comm=comm))
-        sw.shard(model)
-    text = (
-        f"states synchronised from rank 0 ({len(tensors)} tensors, "
-        f"{sum(t.nbytes for t in tensors)} bytes)"
-    )
-    assert [record.getMessage() for record in caplog.records] == [text, text]
-
-
 def test_without_it_ranks_that_differ_are_an_error_that_names_the_tensors() -> None:
     def rank(comm: Comm, model: nn.Module, change: str) -> str:
         if comm.rank == 1:
@@ -445,15 +402,6 @@ def test_only_the_first_of_many_tensors_are_named() -> None:
             "  values of blocks.0.attention.key.weight: rank 0: "
         )
         assert text.splitlines()[11].startswith("  … and ")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_without_it_equal_ranks_start_without_a_word(strategy: str) -> None:
-    def rank(comm: Comm, model: nn.Module) -> None:
-        sw.shard(model, strategy, comm=comm, sync_module_states=False)
-        assert comm.counters.calls == {}
-
-    on_ranks(2, nets.odd_convnet, rank)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -522,19 +470,6 @@ class Slices(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.transposed @ torch.ones(5, 1) + self.sliced.sum() + self.last.sum()
-
-
-def test_tensors_that_are_not_contiguous_are_sent_as_they_are_read() -> None:
-    models = [seeded(Slices, seed=number) for number in range(2)]
-    first = clones(models[0].state_dict())
-
-    def rank(comm: Comm) -> None:
-        model = models[comm.rank]
-        sw.shard(model, comm=comm)
-        assert equal(model.state_dict(), first)
-        model(torch.ones(2, 3)).sum().backward()
-
-    run_threads(2, rank)
 
 
 def test_a_model_may_be_sharded_where_torch_makes_everything_on_meta() -> None:

@@ -174,15 +174,6 @@ def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path, watched
 # --- on request ------------------------------------------------------------------------------
 
 
-def test_a_file_asks_all_ranks_to_save_and_go_on(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path, "checkpoint.save_every=0", "batch.micro=2")
-    asks = Path(recipe.run.folder) / "save"
-    outcome = watched.run(recipe, 3, when(2, asks.touch))
-    assert (outcome.step, outcome.stopped) == (6, False)
-    assert saved(recipe) == ["step-3"]
-    assert not asks.exists()
-
-
 def test_a_file_asks_all_ranks_to_save_and_stop(tmp_path: Path, watched: Watched) -> None:
     recipe = recipe_in(tmp_path, "checkpoint.save_every=0", "batch.micro=2")
     asks = Path(recipe.run.folder) / "stop"
@@ -191,15 +182,6 @@ def test_a_file_asks_all_ranks_to_save_and_stop(tmp_path: Path, watched: Watched
     assert saved(recipe) == ["step-3"]
     assert not asks.exists()
     assert steps(watched.told) == [1, 2, 3]
-
-
-def test_what_was_asked_of_a_run_that_is_over_is_not_asked_of_the_next(
-    tmp_path: Path, watched: Watched
-) -> None:
-    recipe = recipe_in(tmp_path)
-    watched.killed(recipe, 2, at=(3, 0, 1))
-    (Path(recipe.run.folder) / "stop").touch()
-    assert not watched.run(recipe, 2).stopped
 
 
 def test_a_rank_of_which_nobody_thinks_can_ask_too(tmp_path: Path, watched: Watched) -> None:
@@ -279,32 +261,6 @@ def test_what_is_broken_is_skipped_loudly_and_makes_room(tmp_path: Path, watched
     assert saved(recipe) == ["broken-step-4-1", "step-2", "step-6"]  # what it went on from stays
 
 
-def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path)
-    watched.killed(recipe, 2, at=(5, 0, 1))
-    state = checkpoint(recipe, 4) / "training/optimizer.safetensors"
-    data = bytearray(state.read_bytes())
-    data[-9] ^= 4
-    state.write_bytes(data)
-    watched.told.clear()
-    watched.run(recipe, 2)
-    assert watched.kind(Warned)[0].message.startswith(f"SKIPPED {checkpoint(recipe, 4)}")
-    assert watched.kind(Resumed)[0].step == 2
-
-
-def test_where_all_are_broken_it_does_not_begin_anew_by_itself(
-    tmp_path: Path, watched: Watched
-) -> None:
-    recipe = recipe_in(tmp_path)
-    watched.killed(recipe, 2, at=(5, 0, 1))
-    for step in (2, 4):
-        (checkpoint(recipe, step) / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="holds 2 checkpoints, none of them complete"):
-        watched.run(recipe, 2)
-    watched.run(recipe_in(tmp_path, "run.overwrite=true"), 2)
-    assert "step-6" in saved(recipe)
-
-
 def test_other_tokens_are_refused_and_the_same_elsewhere_are_not(
     tmp_path: Path, watched: Watched
 ) -> None:
@@ -367,16 +323,6 @@ def test_an_interrupted_run_that_says_overwrite_goes_on_and_a_finished_one_begin
     assert not list(Path(recipe.run.folder).glob("replaced-*"))
 
 
-def test_overwrite_begins_anew_where_the_text_is_another(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path, "run.overwrite=true")
-    watched.killed(recipe, 2, at=(5, 0, 1))
-    (tmp_path / "text" / "000.txt").unlink()
-    watched.told.clear()
-    watched.run(recipe, 2)
-    assert steps(watched.told) == [1, 2, 3, 4, 5, 6]
-    assert watched.kind(Replaced) == [Replaced(recipe.run.folder, None)]
-
-
 # --- more than to go on ----------------------------------------------------------------------
 
 
@@ -400,12 +346,6 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, watched: Watched) 
     assert watched.drawn == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path, watched: Watched) -> None:
-    watched.killed(recipe_in(tmp_path), 2, at=(5, 0, 1))
-    with pytest.raises(ConfigError, match=r"has taken 4 steps, and run\.steps is 3"):
-        watched.run(recipe_in(tmp_path, "run.steps=3"), 1)
-
-
 def test_another_run_or_one_of_its_checkpoints_can_be_where_a_run_begins(
     tmp_path: Path, watched: Watched
 ) -> None:
@@ -422,22 +362,6 @@ def test_another_run_or_one_of_its_checkpoints_can_be_where_a_run_begins(
         assert watched.kind(Resumed)[0].step == newer
         if newer == 4:
             assert digest(new, 6) == wanted
-
-
-def test_once_a_run_has_its_own_checkpoint_it_goes_on_from_that(
-    tmp_path: Path, watched: Watched
-) -> None:
-    first = recipe_in(tmp_path)
-    watched.run(first, 2)
-    place = checkpoint(first, 4)
-    new = recipe_in(
-        tmp_path, f"run.folder={tmp_path / 'new'}", f"checkpoint.resume={place}", "run.steps=9"
-    )
-    watched.killed(new, 2, at=(7, 0, 1))
-    watched.told.clear()
-    watched.run(new, 2)
-    (back,) = watched.kind(Resumed)
-    assert back.path == str(checkpoint(new, 6))
 
 
 def test_what_is_no_checkpoint_of_the_trainer_is_refused(tmp_path: Path, watched: Watched) -> None:
@@ -467,17 +391,4 @@ def test_what_cannot_be_read_is_not_taken_for_a_checkpoint_of_no_run(
     document.unlink()
     document.mkdir()
     with pytest.raises(CheckpointError, match=r"training\.json failed: Is a directory"):
-        watched.run(new, 1)
-
-
-def test_another_run_s_checkpoint_is_refused_by_name(tmp_path: Path, watched: Watched) -> None:
-    first = recipe_in(tmp_path)
-    watched.run(first, 1)
-    new = recipe_in(
-        tmp_path,
-        f"run.folder={tmp_path / 'new'}",
-        f"checkpoint.resume={first.run.folder}",
-        "optimizer.weight_decay=0.2",
-    )
-    with pytest.raises(ConfigError, match=r"optimizer\.weight_decay was 0\.1 and is 0\.2"):
         watched.run(new, 1)

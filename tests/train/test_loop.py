@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.comm.transports.local import LocalComm
-from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.recipe.read import read_recipe
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.folder import CHECKPOINTS, RECIPE, RESULTS
@@ -151,23 +150,6 @@ def test_another_run_in_the_same_folder_is_refused_unless_it_may(tmp_path: Path)
         run(tiny_recipe(tmp_path, "checkpoint.resume=never"), 1)
     second, _ = run(tiny_recipe(tmp_path, "run.overwrite=true"), 1)
     assert losses(second) == losses(first)
-
-
-def test_a_batch_that_does_not_divide_stops_before_anything_is_written(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path)
-    with pytest.raises(ConfigError, match="rows is 12, which is not divisible by 5 ranks"):
-        run(recipe, 5)
-    assert not Path(recipe.run.folder).exists()
-
-
-def test_ranks_with_different_recipes_are_told_the_key(tmp_path: Path) -> None:
-    recipes = [tiny_recipe(tmp_path, f"optimizer.lr={lr}") for lr in (0.01, 0.02)]
-
-    def rank(comm: Comm) -> Outcome:
-        return train(recipes[comm.rank], comm, lambda _: None)
-
-    with pytest.raises(RanksDisagree, match=r"optimizer\.lr"):
-        threads.run(2, rank)
 
 
 def test_a_run_that_diverges_says_where_and_what_to_do(tmp_path: Path) -> None:

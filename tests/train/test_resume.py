@@ -7,26 +7,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
-from shardwise.train.data import prepare
-from shardwise.train.folder import Folder
-from shardwise.train.job import build
 from shardwise.train.records import Evaluated, Resumed, Saved, Stepped, Stopped, Warned
 from shardwise.train.requests import Request, SignalRequests
-from tests.ranks import run_threads
 from tests.train.runs import (
     Watched,
-    checkpoint,
     digest,
     lines,
     losses,
     saved,
     steps,
-    tensors,
 )
 from tests.train.tiny import tiny_recipe
 
@@ -137,17 +130,6 @@ def test_saved_in_the_background_it_comes_to_the_same_bits(
     assert digest(cut, 6) == digest(whole, 6)
 
 
-def test_where_it_goes_on_is_said_with_the_number_of_the_sample(
-    tmp_path: Path, watched: Watched
-) -> None:
-    recipe = recipe_in(tmp_path)
-    watched.killed(recipe, 2, at=(3, 0, 1))
-    watched.run(recipe, 2)
-    (back,) = watched.kind(Resumed)
-    assert (back.step, back.sample, back.ranks) == (2, 24, 2)
-    assert back.path == str(checkpoint(recipe, 2))
-
-
 # --- another number of ranks -----------------------------------------------------------------
 
 
@@ -173,27 +155,6 @@ def test_other_worlds_and_strategies_see_the_same_rows_and_losses(
     assert [s["step"] for s in lines(cut) if s["record"] == "stepped"] == list(range(1, 6))
     assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
     assert watched.rows(5) == rows
-
-
-def test_state_goes_through_other_worlds_bit_by_bit(tmp_path: Path, watched: Watched) -> None:
-    recipe = recipe_in(tmp_path, "run.steps=3", "batch.micro=1")
-    watched.run(recipe, 4)
-    folder = Folder(Path(recipe.run.folder))
-
-    def passed_on(comm: Comm, source: Path, target: Path) -> None:
-        data = prepare(recipe, comm, None if comm.rank else folder)
-        job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
-        job.sharded.load(source, job.optimizer)
-        job.sharded.save(target, job.optimizer)
-
-    first, three, four = checkpoint(recipe, 3), tmp_path / "three", tmp_path / "four"
-    run_threads(3, passed_on, first, three)
-    run_threads(4, passed_on, three, four)
-    wanted = tensors(first)
-    assert any(name.startswith("optimizer/exp_avg_sq/") for name in wanted)
-    for found in map(tensors, (three, four)):
-        assert set(found) == set(wanted)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # --- text that is read while the model trains ---------------------------------------------------

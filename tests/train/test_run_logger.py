@@ -15,7 +15,6 @@ from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.recipe.read import read_recipe
 from shardwise.recipe.recipe import Recipe
-from shardwise.train.folder import Folder
 from shardwise.train.metrics_log import MetricsLog
 from shardwise.train.records import Busy, Finished, Record, Saved, Warned
 from shardwise.train.requests import Request
@@ -61,13 +60,6 @@ def test_a_folder_of_somebody_else_stays_without_a_trace(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="is not an earlier run"):
         open_run(recipe)
     assert [path.name for path in Path(recipe.run.folder).iterdir()] == ["thesis.txt"]
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.train.folder.LOCK_TIMEOUT", 0.0)
-    recipe = tiny_recipe(tmp_path)
-    with Folder.locked(recipe.run.folder), pytest.raises(ConfigError, match="in use by another"):
-        open_run(recipe)
 
 
 def test_what_the_engine_warns_of_is_told_and_recorded(tmp_path: Path) -> None:

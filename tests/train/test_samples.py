@@ -18,7 +18,7 @@ from shardwise.train.batches import IGNORED, RowSource
 from shardwise.train.data import Data, prepare
 from shardwise.train.folder import Folder
 from shardwise.train.loop import train
-from shardwise.train.records import Evaluated, PreparedSamples, Record, Stepped
+from shardwise.train.records import PreparedSamples, Record, Stepped
 from shardwise.train.samples import read_samples, tokenize_split
 from shardwise.train.streams import StreamBatches, StreamedRows
 from tests.hf.folders import tiny, tiny_tokenizer
@@ -142,33 +142,6 @@ def test_the_report_counts_every_token(tmp_path: Path) -> None:
     lines = "\n".join(format_record(report))
     assert f"packed 45 samples → {report.rows[0]} blocks of 32 (" in lines
     assert "45 train + 5 validation samples, completion" in lines
-
-
-def test_concatenated_samples_are_cut_into_blocks_and_the_tail_is_dropped(tmp_path: Path) -> None:
-    (data,) = prepared(tmp_path, 1, "data.packing=concatenate")
-    report = data.report
-    assert isinstance(report, PreparedSamples)
-    blocks, tail = report.rows[0], report.unused[0]
-    assert blocks * 32 + tail + 1 == report.tokens[0]  # the first token is no target
-    line = f"packed 40 samples → {blocks} blocks of 32 (tail {tail} tokens dropped); attention cr"
-    assert line in "\n".join(format_record(report))
-
-
-def test_a_run_on_samples_is_the_same_on_two_ranks(tmp_path: Path) -> None:
-    def losses(world: int) -> list[float]:
-        found: list[float] = []
-
-        def emit(record: Record) -> None:
-            if isinstance(record, Stepped | Evaluated):
-                found.append(record.loss)
-
-        made = recipe(tmp_path, f"run.folder={tmp_path}/{world}")
-        threads.run(world, lambda comm: train(made, comm, emit))
-        return found
-
-    assert losses(2) == pytest.approx(one := losses(1), rel=1e-5)
-    assert len(one) == 6  # four steps and two validations
-    assert one[-1] < one[1]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])

@@ -16,7 +16,7 @@ from shardwise.train import tokenizer as bpe
 from shardwise.train.corpus import is_held_out
 from shardwise.train.streamed_text import open_text
 from shardwise.train.streams import Position, StreamBatches, StreamedRows, streams_per_rank
-from tests.train.tiny import documents, text_folder, tiny_recipe
+from tests.train.tiny import documents, tiny_recipe
 
 Row = tuple[int, ...]
 STREAMED = ("data.max_bytes=3000", "data.streaming.streams=4", "data.streaming.shuffle=5")
@@ -124,15 +124,6 @@ def test_documents_are_shuffled_by_the_seed_and_differently_in_each_epoch(tmp_pa
 # --- shards that are not even --------------------------------------------------------------------
 
 
-def test_files_that_do_not_divide_over_streams_are_read_by_all_of_them(tmp_path: Path) -> None:
-    source = source_in(tmp_path, "batch.rows=4", "data.streaming.epochs=1")
-    text_folder(tmp_path / "text", 59)
-    (tmp_path / "text" / "059.txt").unlink()
-    uneven = StreamedRows(open_text(source.recipe.data), TOKENIZER, source.recipe)
-    assert (uneven.text.shards, uneven.streams) == (59, 4)
-    assert steps_of(uneven, 4, 8) == steps_of(uneven, 1, 8)
-
-
 def test_a_stream_that_ends_first_begins_again_and_no_rank_has_a_batch_less(
     tmp_path: Path,
 ) -> None:
@@ -150,18 +141,6 @@ def test_a_stream_that_ends_first_begins_again_and_no_rank_has_a_batch_less(
             assert len(global_batch(ranks)) == 12
         epochs = [position["epoch"] for position in all_positions(ranks)]
     assert (min(epochs), max(epochs) > 2) == (0, True)
-
-
-def test_with_one_epoch_the_rank_whose_stream_is_short_says_so(tmp_path: Path) -> None:
-    source = source_in(tmp_path, "data.streaming.epochs=1")
-    with ranks_of(source, 4) as ranks:
-        taken = 0
-        while not any(batches.ended() for batches in ranks):
-            taken += len(global_batch(ranks))
-        assert taken % 12 == 0 < taken
-        again = all_positions(ranks)
-    with ranks_of(source, 1, again) as ranks:
-        assert ranks[0].ended()
 
 
 def test_a_stream_without_text_is_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
