@@ -374,9 +374,9 @@ def test_two_processes_train_as_one_does(two: Two, tmp_path: Path) -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 @pytest.mark.prove
-@forked
-def test_torchrun_is_as_good(two: Two, tmp_path: Path) -> None:
+def test_new_interpreters_under_torchrun_are_as_good(two: Two, tmp_path: Path) -> None:
     command = ("-m", "shardwise.cli", "train", str(recipe_file(tmp_path)))
     done = run("torch.distributed.run", *STANDALONE, *command)
     assert done.returncode == 0, done.stderr
