@@ -2,7 +2,8 @@
 
 A test marked ``@forked`` runs in a process of its own, in which ``subprocess`` forks where it is
 told to start this Python. What such a process starts is forked as well: both launchers, and their
-ranks. Of each command one test starts a new interpreter all the same, of ``train`` in ``make prove``.
+ranks. Of each command one test starts a new interpreter all the same; that of ``train`` is in
+``make prove``.
 """
 
 from __future__ import annotations
