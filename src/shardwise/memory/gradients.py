@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh
-from shardwise.comm.protocol import Label
+from shardwise.comm.protocol import Label, Pending
 from shardwise.comm.reduction import PendingReduction
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, is_of_shard, put_grad
@@ -65,6 +65,7 @@ class Gradients:
         self._views: list[Tensor] = []
         self._reducing: PendingReduction | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
+        self._spreading: Pending | None = None  # the other copies' parts of the result
         self._stored: Tensor | None = None  # the same, in host memory
         self._label = Label("reduce", spec.title)
 
@@ -155,9 +156,10 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget what was collected and what is on its way; give the shards' ``.grad`` back."""
-        if self._reducing is not None:
-            with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
+        with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
+            if self._reducing is not None:
                 self._reducing.pending.wait()
+            self.mean()
         with disable_torch_function():
             for index, view in self._shown.items():
                 if get_grad(self.spec.params[index]) is view:
@@ -234,8 +236,11 @@ class Gradients:
         """Wait for the reduce and let the gradient bucket go."""
         if self._reducing is not None:
             self._reducing.pending.wait()
-            result = self._over_copies(self._reducing.out)
-            self._result = result if self._result is None else self._result.add_(result)
+            earlier = self.mean()
+            self._result = self._over_copies(self._reducing.out)
+            if earlier is not None:  # a gradient came late
+                self.mean()
+                self._result.add_(earlier)
         self.full = self._reducing = None
         self._views, self.carries = [], False
         self.arrived.clear()
@@ -251,14 +256,21 @@ class Gradients:
             return mean
         full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
         full.view(copies.size, -1)[copies.rank] = mean
-        copies.all_gather(full, Label("spread", spec.title)).wait()
+        self._spreading = copies.all_gather(full, Label("spread", spec.title))
         return full
+
+    def mean(self) -> Tensor | None:
+        """Return the mean gradients that were settled, ``[S]``, when all parts have come."""
+        spreading, self._spreading = self._spreading, None
+        if spreading is not None:
+            spreading.wait()
+        return self._result
 
     def store(self) -> None:
         """Copy the mean to host memory and let it go here; ``deliver`` waits for the copy."""
-        if self._result is None or not self.spec.in_host:
+        if not self.spec.in_host or (mean := self.mean()) is None:
             return
-        stored = self._host.store(self._result)
+        stored = self._host.store(mean)
         self._result = None
         if self._stored is not None:  # a gradient came late
             self._host.wait()
@@ -276,10 +288,10 @@ class Gradients:
         if self._stored is not None:
             self._host.wait()
             self._result, self._stored = self._stored, None
-        if self._result is not None:
+        if (mean := self.mean()) is not None:
             put = set_grad if at_rest else put_grad
             with untracked_views():
-                views = self.spec.rest_views(self._result)
+                views = self.spec.rest_views(mean)
             with disable_torch_function():
                 for param, view, here in zip(self.spec.params, views, used, strict=True):
                     if here:

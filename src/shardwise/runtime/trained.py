@@ -84,6 +84,8 @@ class Trained:
             for bucket in self.buckets:
                 bucket.gradients.show()
             return
+        for bucket in self.buckets if self._copies else ():
+            bucket.gradients.mean()
         for comm in self._copies:  # peers still read this rank's mean
             comm.fence(Label("fence", "gradients"))
         flags = iter(used())
