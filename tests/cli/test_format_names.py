@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.format_names import escape, escape_lines, escape_name, plural
+from shardwise.cli.format_names import escape, escape_lines, escape_name
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,5 @@ def test_what_is_shown_is_printable(text: str) -> None:
     assert escape_lines(text).count("\n") == text.count("\n")
 
 
-def test_words_count_and_an_empty_name_is_seen() -> None:
-    assert (plural(1, "tensor"), plural(1_000, "tensor")) == ("1 tensor", "1,000 tensors")
+def test_an_empty_name_is_seen() -> None:
     assert (escape_name(""), escape_name("a\x1b")) == ('""', "a\\x1b")

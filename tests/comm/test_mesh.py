@@ -249,7 +249,7 @@ def stepped(comm: Comm, model: nn.Module, mesh: tuple[int, int] | None = None) -
 def on_hosts_of_two(rank: int, world: int, folder: str) -> list[object]:
     """Ranks 0 and 1 are on one host, 2 and 3 on another; how they are connected, and what works."""
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(shared_memory_module, "host", lambda: f"host {rank // 2}")
+    monkeypatch.setattr(shared_memory_module, "proc_namespace", lambda: f"host {rank // 2}")
     with gloo_group(rank, world, folder), sw.connect() as comm:
         replicate, shard = comm.axes(2, 2)
         names = [type(ranks).__name__ for ranks in (comm, replicate, shard)]

@@ -15,13 +15,14 @@ from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.safetensors_format import DTYPES
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
-from shardwise.cli.format_names import escape, escape_name, plural
+from shardwise.cli.format_names import escape, escape_name
 from shardwise.cli.runs import Listed, Run
 from shardwise.cli.tables import table
 from shardwise.convert.catalogue import Catalogue, Damage, Listing, OneFile
 from shardwise.errors import CheckpointError
 from shardwise.plan.printed import size
 from shardwise.plan.units.names import group_names
+from shardwise.train.records import plural
 
 __all__ = ["WIDTH", "dtype_name", "format_checkpoint", "format_damage", "format_run", "shorten"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["escape", "escape_lines", "escape_name", "plural"]
+__all__ = ["escape", "escape_lines", "escape_name"]
 
 
 def escape(text: object) -> str:
@@ -16,11 +16,6 @@ def escape(text: object) -> str:
 def escape_name(text: str) -> str:
     """A tensor's name, escaped; an empty one is ``""`` in quotes."""
     return escape(text) or '""'
-
-
-def plural(count: int, word: str) -> str:
-    """``"1 tensor"``, ``"1,000 tensors"``."""
-    return f"{count:,} {word}{'s' * (count != 1)}"
 
 
 def escape_lines(text: str) -> str:

@@ -32,7 +32,7 @@ from shardwise.train.records import (
     Stopped,
     Streamed,
     Warned,
-    count,
+    plural,
 )
 
 __all__ = ["clock", "format_record", "format_step"]
@@ -53,7 +53,7 @@ def _labelled(word: str, text: str) -> str:
 
 def _prepared(r: Prepared) -> list[str]:
     read = f"first {size(r.nbytes)} (data.max_bytes); more was not read"
-    text = f"{r.source}: {count(r.files, 'file')}, {read if r.capped else size(r.nbytes)}"
+    text = f"{r.source}: {plural(r.files, 'file')}, {read if r.capped else size(r.nbytes)}"
     dropped = f"last {r.dropped[0]} + {r.dropped[1]} dropped"
     return [
         _labelled("text", text),
@@ -72,19 +72,19 @@ def _prepared(r: Prepared) -> list[str]:
 def _prepared_samples(r: PreparedSamples) -> list[str]:
     samples, blocks, unused = r.samples[0], r.rows[0], r.unused[0]
     share = sum(r.trained) / sum(r.tokens)
-    packed = f"packed {count(samples, 'sample')} → {blocks:,} blocks of {r.context:,}"
+    packed = f"packed {plural(samples, 'sample')} → {blocks:,} blocks of {r.context:,}"
     if r.packing == "concatenate":
         rows = f"{packed} (tail {unused:,} tokens dropped); attention crosses samples"
     elif r.packing:
         empty = unused / (blocks * r.context)
         rows = f"{packed} ({empty:.1%} padding); each sample attends to itself only"
     else:
-        rows = f"{count(samples, 'sample')}, one in a row of up to {r.context:,} tokens"
+        rows = f"{plural(samples, 'sample')}, one in a row of up to {r.context:,} tokens"
     cut, tokens = r.cut
     return [
         _labelled("data", f"{r.source}: {_per_split(r.samples)} samples, {r.format}"),
         *(_labelled("left out", str(rows)) for rows in r.left_out),
-        *[_labelled("cut", f"{count(cut, 'sample')} at data.context, {tokens:,} tokens lost")]
+        *[_labelled("cut", f"{plural(cut, 'sample')} at data.context, {tokens:,} tokens lost")]
         * (cut > 0),
         _labelled("tokenizer", f"vocabulary {r.vocabulary:,}, {r.origin}"),
         _labelled(
@@ -97,16 +97,16 @@ def _prepared_samples(r: PreparedSamples) -> list[str]:
 def _streamed(r: Streamed) -> list[str]:
     own = r.streams // r.ranks
     first = f"rank 0 reads 0 to {own - 1}, " if own > 1 else ""
-    each = f"{count(own, 'stream')} on each of {count(r.ranks, 'rank')}"
+    each = f"{plural(own, 'stream')} on each of {plural(r.ranks, 'rank')}"
     whole = "each has shards of its own"
     if r.shards % r.streams:
         whole = f"each reads all shards and takes every {r.streams}th document"
     before = f"first {size(r.nbytes)} (data.max_bytes): " if r.nbytes else ""
     head = f"{before}{r.validation:,} tokens for validation"
     return [
-        _labelled("text", f"{r.source}: {count(r.shards, 'shard')}, read while training"),
+        _labelled("text", f"{r.source}: {plural(r.shards, 'shard')}, read while training"),
         _labelled("streams", f"{r.streams}, {first}{each}; {whole}"),
-        _labelled("shuffle", f"{count(r.shuffle, 'document')} together, packed into rows"),
+        _labelled("shuffle", f"{plural(r.shuffle, 'document')} together, packed into rows"),
         _labelled("head", f"{head} ({r.seconds:.1f} s)"),
         _labelled("tokenizer", f"vocabulary {r.vocabulary:,}, {r.origin}"),
     ]
@@ -117,8 +117,8 @@ def _per_split(counts: tuple[int, int]) -> str:
 
 
 def _built(r: Built) -> list[str]:
-    ranks = count(r.ranks, "rank")
-    accumulation = count(r.accumulation, "accumulation step")
+    ranks = plural(r.ranks, "rank")
+    accumulation = plural(r.accumulation, "accumulation step")
     epochs = "" if r.epochs is None else f", {r.epochs:.2f} epochs"
     share = r.warmup / r.steps
     warmup = f", warm-up in the first {r.warmup} ({share:.1%})" if r.warmup else ""
@@ -134,7 +134,7 @@ def _built(r: Built) -> list[str]:
         ),
         _labelled(
             "schedule",
-            f"{count(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}{warmup}",
+            f"{plural(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}{warmup}",
         ),
         *(_labelled("lr", _rates(r.rates)) for _ in r.rates[:1]),
         _labelled("tokens/s", f"over all ranks, {padding}in recent steps, without {untimed}"),
@@ -194,7 +194,7 @@ def _stopped(r: Stopped) -> str:
 def _complete(r: Complete) -> str:
     return _labelled(
         "done",
-        f"{r.folder} is already complete ({count(r.steps, 'step')}): raise run.steps or "
+        f"{r.folder} is already complete ({plural(r.steps, 'step')}): raise run.steps or "
         "run.epochs to train longer, or start over with --run.overwrite true (deletes this run)",
     )
 

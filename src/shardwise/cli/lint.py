@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.format_names import escape, plural
+from shardwise.cli.format_names import escape
 from shardwise.dialects.lint import DEFECTS, lint
+from shardwise.train.records import plural
 
 __all__ = ["run_lint", "run_rules"]
 

@@ -32,7 +32,7 @@ from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.hf_config import config_texts
 from shardwise.train.job import Job
 from shardwise.train.length import is_multiple
-from shardwise.train.records import Record, Resumed, Saved, Warned, count
+from shardwise.train.records import Record, Resumed, Saved, Warned, plural
 from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
 from shardwise.train.streams import Position
 from shardwise.train.tokenizer import FILE
@@ -189,7 +189,7 @@ class Checkpoints:
             raise self._other_text(path, document)
         if position["step"] > recipe.run.steps:
             raise ConfigError(
-                f"{_relative(path)} has taken {count(position['step'], 'step')}, and run.steps is "
+                f"{_relative(path)} has taken {plural(position['step'], 'step')}, and run.steps is "
                 f"{recipe.run.steps}; raise it, or name another folder with --run.folder."
             )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import DataConfig
 from shardwise.train.formats import Skipped, documents
-from shardwise.train.records import LeftOut, count
+from shardwise.train.records import LeftOut, plural
 
 __all__ = ["Corpus", "Split", "is_held_out", "read_corpus", "readable", "source_files", "split"]
 
@@ -78,7 +78,7 @@ def read_corpus(config: DataConfig) -> Corpus:
     if not reader.documents:
         skipped = "".join(f" Left out: {out}." for out in left_out)
         raise ConfigError(
-            f"data.source {config.source!r} holds no text; {count(len(files), 'file')} "
+            f"data.source {config.source!r} holds no text; {plural(len(files), 'file')} "
             f"{'was' if len(files) == 1 else 'were'} opened.{skipped} Name a file or a folder of "
             "text, JSONL or parquet."
         )

@@ -31,11 +31,11 @@ __all__ = [
     "Stopped",
     "Streamed",
     "Warned",
-    "count",
+    "plural",
 ]
 
 
-def count(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """``1 file``, ``1,200 files``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
@@ -57,7 +57,7 @@ class LeftOut:
 
     def __str__(self) -> str:
         pairs = ((self.files, "file"), (self.rows, "row"))
-        counts = " and ".join(count(number, noun) for number, noun in pairs if number)
+        counts = " and ".join(plural(number, noun) for number, noun in pairs if number)
         more = ", …" * (self.files + self.rows > 1)
         return f"{counts}, {self.reason} ({self.places[0]}{more})"
 

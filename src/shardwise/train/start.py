@@ -32,7 +32,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.read import flatten, keys
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE, locate
-from shardwise.train.records import count
+from shardwise.train.records import plural
 
 __all__ = [
     "FIRST_ATTEMPT",
@@ -125,7 +125,7 @@ def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
         return Start.FINISHED
     if finished is not None and not checkpoints(path / CHECKPOINTS):
         raise ConfigError(
-            f"run.folder {path} holds a run that finished with {count(finished, 'step')} and has "
+            f"run.folder {path} holds a run that finished with {plural(finished, 'step')} and has "
             f"no checkpoint, so it cannot continue to {_length(recipe)}; {OVERWRITE_HINT}"
         )
     return Start.RESUME

@@ -33,7 +33,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import MicroBatch, Rows, RowSource, accumulation, joined, permutation
 from shardwise.train.corpus import is_held_out, readable
-from shardwise.train.records import count
+from shardwise.train.records import plural
 from shardwise.train.samples import window_rows
 from shardwise.train.streamed_text import StreamedText
 from shardwise.train.tokenizer import Tokens, encode, of_transformers
@@ -210,7 +210,7 @@ class Stream:
         text, streams = self._source.text, self._source.streams
         return ConfigError(
             f"data.source {text.config.source}: stream {self._number} of {streams} has no text to "
-            f"train on ({count(text.shards, 'shard')}); use fewer data.streaming.streams."
+            f"train on ({plural(text.shards, 'shard')}); use fewer data.streaming.streams."
         )
 
 

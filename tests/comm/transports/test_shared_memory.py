@@ -146,7 +146,7 @@ def test_each_rank_casts_its_slice_once_a_step() -> None:
 
 
 def cannot_share(rank: int, world: int, folder: str) -> tuple[bool, str]:
-    module.host = partial(str, rank)
+    module.proc_namespace = partial(str, rank)
     with gloo_group(rank, world, folder):
         with over(dist.group.WORLD) as comm:
             fell_back = type(comm) is GlooComm
@@ -283,17 +283,17 @@ def test_a_host_is_a_boot_and_a_namespace_of_processes_or_this_process_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert module.host() == f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    assert module.proc_namespace() == f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
     def refuse(path: Path) -> str:
         raise PermissionError(path)
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    assert module.host() == f"{platform.node()} {os.getpid()}"
+    assert module.proc_namespace() == f"{platform.node()} {os.getpid()}"
 
 
 def others_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "host", lambda: threading.current_thread().name)
+    monkeypatch.setattr(module, "proc_namespace", lambda: threading.current_thread().name)
 
 
 def an_arena_that_rank_1_cannot_open(monkeypatch: pytest.MonkeyPatch) -> None:

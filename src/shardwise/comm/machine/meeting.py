@@ -29,7 +29,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.machine.environment import Launch
-from shardwise.comm.transports.shared_memory import host
+from shardwise.comm.transports.shared_memory import proc_namespace
 from shardwise.comm.watchdog.desync import format_ranks
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
 
@@ -65,7 +65,8 @@ class Meeting:
         name = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
         self._place = f"{name}:{launch.port}"
         self._since, self._next_warning, self._next_look = monotonic(), FIRST_WARNING, 0.0
-        self._processes = f"host/{host()}"  # lines of rank and process; 0: it is connected
+        # Of lines with a rank and its process, which is 0 once it is connected.
+        self._processes = f"host/{proc_namespace()}"
         self._prefix = f"shardwise/meeting/{attempt}/{next(_meetings)}/"
         self._store: Store | None = None
 

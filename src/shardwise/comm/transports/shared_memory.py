@@ -72,7 +72,7 @@ def _open_everywhere(watchdog: Watchdog, rank: int) -> tuple[list[Arena] | None,
     """The arenas of all ranks, or ``None`` if a rank could not open them all; and the pids."""
     kinds = ("own", "common") if rank == 0 else ("own",)
     arenas = [Arena.create(_bytes_for(watchdog.size)) for _ in kinds] if _is_supported() else []
-    own = json.dumps([host(), os.getpid(), [arena.fd for arena in arenas]])
+    own = json.dumps([proc_namespace(), os.getpid(), [arena.fd for arena in arenas]])
     startups = [json.loads(text) for text in watchdog.greet("start", own)]
     hosts = {host for host, _, _ in startups}
     opened = _open(startups, rank, arenas) if len(hosts) == 1 else None
@@ -92,7 +92,7 @@ def _is_supported() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and platform.system() == "Linux"
 
 
-def host() -> str:
+def proc_namespace() -> str:
     """A text that is equal for processes that see each other in ``/proc``."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
