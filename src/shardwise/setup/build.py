@@ -112,8 +112,8 @@ def warn_of_copies(specs: Specs, world: int) -> None:
 def warn_of_one_unit(model: nn.Module, units: Units, placement: Placement) -> None:
     """Warn where a model of several layers has one unit, which is gathered whole."""
     layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
-    is_large = units[0].nbytes > wrap.JOINED_NBYTES
-    if is_large and len(units) == 1 and len(layers) > 1 and placement.frees:
+    is_small = sum(unit.nbytes for unit in units) <= wrap.JOINED_NBYTES
+    if len(units) == 1 and len(layers) > 1 and placement.frees and not is_small:
         log.warning(
             "%s is one unit, since no blocks repeat in it: all %s parameters are gathered at once, "
             "and %s saves their memory only between steps. Pass wrap=sw.wrap.by_size("
