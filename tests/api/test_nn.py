@@ -21,44 +21,103 @@ from tests.steps import STRATEGIES, Step, averaged, play, units_of
 BATCHES = [decoder_batch(rank, 2) for rank in range(2)]
 
 
-@pytest.fixture(params=["this torch", "an older torch"])
-def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 2.13 torch has no kernel for it."""
-    if request.param == "an older torch":
-        monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+class Adapted(nn.Module):
+    """A head that is no ``nn.Linear``: one with an adapter beside it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, 2).to(inner.weight)
+        self.up = nn.Linear(2, inner.out_features).to(inner.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.inner(hidden) + self.up(self.down(hidden))
+        return out
 
 
-EACH_TORCH = pytest.mark.usefixtures("each_torch")
+Loss = Callable[[Tensor], Tensor]
 
 
-def gradients(loss: Callable[[Tensor], Tensor], head: nn.Linear, hidden: Tensor) -> list[Tensor]:
+def gradients(loss: Loss, head: nn.Module, hidden: Tensor) -> list[Tensor]:
     """The loss, and its gradients by ``hidden`` and by the parameters of ``head``."""
     hidden = hidden.clone().requires_grad_()
-    value = loss(hidden)
-    return [value.detach(), *torch.autograd.grad(value, [hidden, *head.parameters()])]
+    value = 3 * loss(hidden)
+    trained = [param for param in head.parameters() if param.requires_grad]
+    return [value.detach(), *torch.autograd.grad(value, [hidden, *trained])]
 
 
-@EACH_TORCH
-@pytest.mark.parametrize("bias", [False, True])
+def both(
+    head: nn.Module, target: Tensor, ignored: int = -100, **options: Any
+) -> tuple[Callable[..., Tensor], Loss]:
+    """The chunked loss, and the plain one."""
+
+    def chunked(hidden: Tensor, target: Tensor = target) -> Tensor:
+        return sw.nn.chunked_cross_entropy(hidden, head, target, ignore_index=ignored, **options)
+
+    def plain(hidden: Tensor) -> Tensor:
+        reduction, logits = options.get("reduction", "mean"), head(hidden).flatten(0, 1)
+        return F.cross_entropy(logits, target.flatten(), ignore_index=ignored, reduction=reduction)
+
+    return chunked, plain
+
+
+@pytest.mark.parametrize("kind", ["linear", "biased", "frozen", "adapted"])
 @pytest.mark.parametrize("ignored", [-100, 3])
 @pytest.mark.parametrize("chunk", [None, 1, 7, 1000])
 def test_loss_and_gradients_are_those_of_the_plain_one(
-    bias: bool, ignored: int, chunk: int | None
+    kind: str, ignored: int, chunk: int | None
 ) -> None:
-    head = nn.Linear(6, 41, bias=bias, dtype=torch.float64)
+    head: nn.Module = nn.Linear(6, 41, bias=kind == "biased", dtype=torch.float64)
+    head.requires_grad_(kind in ("linear", "biased"))
+    head = Adapted(head) if kind == "adapted" and isinstance(head, nn.Linear) else head
     hidden, target = torch.randn(3, 5, 6, dtype=torch.float64), torch.randint(41, (3, 5))
     target[0, :3] = ignored
-
-    def plain(hidden: Tensor) -> Tensor:
-        logits = head(hidden).flatten(0, 1)
-        return F.cross_entropy(logits, target.flatten(), ignore_index=ignored)
-
-    def chunked(hidden: Tensor) -> Tensor:
-        return sw.nn.chunked_cross_entropy(hidden, head, target, ignore_index=ignored, chunk=chunk)
-
+    chunked, plain = both(head, target, ignored, chunk=chunk)
     pairs = zip(gradients(chunked, head, hidden), gradients(plain, head, hidden), strict=True)
     for mine, right in pairs:
         assert_near(mine, right, 1e-12)
+
+
+@pytest.mark.parametrize("labels", [0, 4, 15])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_head_runs_where_there_is_a_label(labels: int, adapted: bool) -> None:
+    """Without any, the sum and all gradients are 0, so every rank has the same ones."""
+    linear = nn.Linear(6, 41, dtype=torch.float64)
+    head = Adapted(linear) if adapted else linear
+    target = torch.full((3, 5), -100)
+    target.view(-1)[:labels] = torch.randint(41, (labels,))
+    hidden = torch.randn(3, 5, 6, dtype=torch.float64)
+    hidden.view(15, 6)[labels:] = torch.nan  # nobody reads it
+    chunked, plain = both(head, target[target >= 0][None], reduction="sum", chunk=3)
+    chunked = partial(chunked, target=target)
+    mine = gradients(chunked, head, hidden)
+    right = gradients(plain, head, hidden.flatten(0, 1)[:labels][None])
+    assert_near(mine[1].flatten(0, 1)[:labels], right[1][0], 1e-12)
+    assert not mine[1].flatten(0, 1)[labels:].any()
+    assert_near([mine[0], *mine[2:]], [right[0], *right[2:]], 1e-12)
+
+
+def test_without_labels_the_mean_is_nan_as_the_plain_one() -> None:
+    head, target = nn.Linear(6, 41), torch.full((3, 5), -100)
+    assert sw.nn.chunked_cross_entropy(torch.zeros(3, 5, 6), head, target).isnan()
+
+
+def test_a_loss_of_half_precision_is_summed_in_float32() -> None:
+    head, target = nn.Linear(64, 512, dtype=torch.bfloat16), torch.randint(512, (300,))
+    hidden = torch.randn(300, 64, dtype=torch.bfloat16)
+    found = sw.nn.chunked_cross_entropy(hidden, head, target, chunk=50)
+    with torch.no_grad():
+        unchanged = sw.nn.chunked_cross_entropy(hidden, head, target)
+    assert found.dtype is unchanged.dtype is torch.float32
+    assert_near([found, unchanged], [F.cross_entropy(head(hidden).float(), target)] * 2, 1e-6)
+
+
+def test_backward_runs_once() -> None:
+    head, target = nn.Linear(6, 41), torch.randint(41, (5,))
+    loss = sw.nn.chunked_cross_entropy(torch.zeros(5, 6), head, target)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def allocated(run: Callable[[], object]) -> int:
@@ -74,20 +133,23 @@ def allocated(run: Callable[[], object]) -> int:
     return most
 
 
-@EACH_TORCH
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
-def test_logits_are_never_held_whole() -> None:
-    head, hidden = nn.Linear(32, 4096), torch.randn(512, 32, requires_grad=True)
-    target = torch.randint(4096, (512,))
-    logits = 512 * 4096 * 4
+@pytest.mark.parametrize("adapted", [False, True])
+def test_logits_are_never_held_whole(adapted: bool) -> None:
+    linear, hidden = nn.Linear(32, 4096), torch.randn(1024, 32, requires_grad=True)
+    target = torch.randint(4096, (1024,))
+    head = Adapted(linear) if adapted else linear
+
+    def of(chunk_bytes: int) -> int:
+        head.zero_grad()
+        loss = partial(sw.nn.chunked_cross_entropy, hidden, head, target, chunk_bytes=chunk_bytes)
+        return allocated(lambda: loss().backward())
+
+    logits = 1024 * 4096 * 4
     plain = allocated(lambda: F.cross_entropy(head(hidden), target).backward())
-    head.zero_grad()
-    chunked = allocated(lambda: sw.nn.chunked_cross_entropy(hidden, head, target).backward())
+    weight = 32 * 4096 * 4  # and its gradient, and what is added to it
     assert plain > 2 * logits
-    # The gradient of the head, twice: while it is scaled; or while autograd adds up the chunks'.
-    weight = 32 * 4096 * 4
-    assert chunked < (2.5 if "linear_cross_entropy" in vars(F) else 4.5) * weight
-    assert chunked < logits / 3
+    assert of(logits // 16) < 4 * logits // 16 + 4 * weight < plain / 3
 
 
 # ---- on shards ---------------------------------------------------------------------------------
@@ -122,7 +184,6 @@ def loss_outside(model: nn.Module, batch: Batch) -> None:
     sw.nn.chunked_cross_entropy(model(batch[0]), head, batch[1], chunk=3).backward()
 
 
-@EACH_TORCH
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_heads_unit_is_gathered_while_the_models_own_loss_runs(
@@ -132,7 +193,6 @@ def test_the_heads_unit_is_gathered_while_the_models_own_loss_runs(
     assert taken[2].follows
 
 
-@EACH_TORCH
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_and_while_a_loss_after_the_forward_pass_runs(strategy: str, tied: bool) -> None:
@@ -146,7 +206,6 @@ def test_in_checkpointed_and_compiled_models_too() -> None:
     assert play(WithLoss(tied=False), [loss_inside] * 2, BATCHES, **options)[1].follows
 
 
-@EACH_TORCH
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("step", [loss_inside, loss_outside])
@@ -178,8 +237,8 @@ def test_in_hybrids_with_and_without_recomputed_blocks(
     [
         ((2, 3, 4), torch.zeros(2, 2, dtype=torch.int64), None, r"hidden is \(2, 3, 4\) and tar"),
         ((2, 5), torch.zeros(2, dtype=torch.int64), None, "and then the head's 4 features"),
-        ((2, 4), torch.zeros(2), None, "target is torch.float32 and chunk None"),
-        ((2, 4), torch.zeros(2, dtype=torch.int64), 0, "a chunk is of 1 token or more"),
+        ((2, 4), torch.zeros(2), None, "target is torch.float32, chunk None"),
+        ((2, 4), torch.zeros(2, dtype=torch.int64), 0, "a chunk is of 1 token and 1 byte or more"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -187,3 +246,8 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(sw.ConfigError, match=text):
         sw.nn.chunked_cross_entropy(torch.zeros(hidden), nn.Linear(4, 7), target, chunk=chunk)
+
+
+def test_a_head_without_a_linear_layer_is_refused() -> None:
+    with pytest.raises(sw.ConfigError, match=r"head is a Identity without an nn\.Linear"):
+        sw.nn.chunked_cross_entropy(torch.zeros(2, 4), nn.Identity(), torch.tensor([0, 0]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,61 +15,58 @@ from shardwise.memory.sharding import sharding_of
 
 __all__ = ["chunked_cross_entropy"]
 
+LEAST_ROWS = 128  # chunks of fewer are slower
+
 
 def chunked_cross_entropy(
     hidden: Tensor,
-    head: nn.Linear,
+    head: nn.Module,
     target: Tensor,
     *,
     ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
     chunk: int | None = None,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The mean cross-entropy of ``head(hidden)``, without ever holding all logits.
+    """The cross-entropy of ``head(hidden)``, without ever holding all logits.
 
-    Logits of ``chunk`` tokens at a time are made and turned into gradients in the forward pass, by
-    ``torch.nn.functional.linear_cross_entropy`` of torch 2.13. So ``backward`` runs once, and only
-    first derivatives exist. An older torch makes them once more in the backward pass. ``head`` may
-    be sharded: its unit is gathered while this runs, also after the model's forward pass.
+    ``head`` runs at places with a label only. Its logits are made chunk by chunk and turned into
+    gradients in the forward pass, so ``backward`` runs once, and only first derivatives exist. A
+    head other than ``nn.Linear``, such as a quantised one or one with an adapter, makes them once
+    more in the backward pass. It may be sharded: its unit is gathered while this runs, also after
+    the model's forward pass.
 
     Args:
         hidden: floating point, ``[..., features]``, in the dtype in which ``head`` computes.
-        head: ``features`` → ``vocabulary``, with or without a bias.
+        head: an ``nn.Linear``, ``features`` → ``vocabulary``, or a module around one.
         target: int64, the shape of ``hidden`` without its last dimension.
-        ignore_index: targets that count neither in the sum nor in the mean.
-        chunk: tokens at a time; ``None``: as many as make a chunk's logits at most as large as
-            ``hidden``.
+        ignore_index: the target of places without a label.
+        reduction: ``"mean"`` over the labels, or their ``"sum"``.
+        chunk: labels at a time; ``None``: as ``chunk_bytes`` says.
+        chunk_bytes: of a chunk's logits in float32; ``None``: those of ``hidden`` in float32, but
+            at least 128 labels.
 
     Returns:
-        0-dim, of ``hidden``'s dtype: the mean over the tokens that are not ignored, NaN if all are.
+        0-dim, float32, or float64 as ``hidden``; of no labels the mean is NaN, and the sum 0.
 
     Raises:
-        ConfigError: shapes or dtypes do not fit, or ``chunk`` is below 1.
+        ConfigError: shapes or dtypes do not fit, or a chunk is below 1.
     """
-    if hidden.shape[:-1] != target.shape or hidden.shape[-1] != head.in_features:
-        raise ConfigError(
-            f"hidden is {tuple(hidden.shape)} and target {tuple(target.shape)}: hidden has the "
-            f"target's dimensions and then the head's {head.in_features} features."
-        )
-    if target.dtype is not torch.int64 or (chunk is not None and chunk < 1):
-        raise ConfigError(
-            f"target is {target.dtype} and chunk {chunk}: targets are int64 token ids, and a chunk "
-            "is of 1 token or more."
-        )
+    linear = _linear(head)
+    _check(hidden.shape, (*target.shape, linear.in_features), target, (chunk, chunk_bytes))
 
     def loss(hidden: Tensor) -> Tensor:
-        if "linear_cross_entropy" not in vars(F):
-            rows = chunk or max(1, hidden.numel() // head.out_features)
-            return _recomputed(hidden.flatten(0, -2), head, target.flatten(), ignore_index, rows)
-        return F.linear_cross_entropy(
-            hidden.flatten(0, -2),
-            head.weight,
-            target.flatten(),
-            linear_bias=head.bias,
-            ignore_index=ignore_index,
-            options=nn.LinearCrossEntropyOptions(batch_chunk_size=chunk),
-        )
+        rows = chunk or (chunk_bytes or 4 * hidden.numel()) // (4 * linear.out_features)
+        rows = max(rows, 1 if chunk or chunk_bytes else LEAST_ROWS)
+        labels = target.flatten()
+        places = (labels != ignore_index).nonzero().squeeze(1)
+        hidden = hidden.flatten(0, -2)
+        if len(places) < len(labels):
+            hidden, labels = hidden.index_select(0, places), labels[places]
+        total = _sum(hidden, head, labels, rows)
+        return total / len(labels) if reduction == "mean" else total
 
-    sharding = sharding_of(head.weight)
+    sharding = sharding_of(next(head.parameters()))
     engine = None if sharding is None or sharding.engine is None else sharding.engine()
     if sharding is None or engine is None:
         return loss(hidden)
@@ -74,16 +74,81 @@ def chunked_cross_entropy(
     return called
 
 
-def _recomputed(
-    hidden: Tensor, head: nn.Linear, target: Tensor, ignore_index: int, rows: int
-) -> Tensor:
-    """The same from torch's checkpointing; ``hidden``, ``[tokens, features]``, ``rows`` a time."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+def _linear(head: nn.Module) -> nn.Linear:
+    """``head`` itself, or the one inside it."""
+    linear = next((part for part in head.modules() if isinstance(part, nn.Linear)), None)
+    if linear is None:
+        raise ConfigError(f"head is a {type(head).__name__} without an nn.Linear. Pass one with.")
+    return linear
 
-    def summed(hidden: Tensor, target: Tensor) -> Tensor:
-        logits = F.linear(hidden, head.weight, head.bias).to(wide)
-        return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
 
-    chunks = zip(hidden.split(rows), target.split(rows), strict=True)
-    sums = [checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks]
-    return (torch.stack(sums).sum() / (target != ignore_index).sum()).to(hidden.dtype)
+def _check(given: torch.Size, needed: tuple[int, ...], target: Tensor, sizes: Any) -> None:
+    """Raise ``ConfigError`` for shapes or dtypes that do not fit, or a size below 1."""
+    if given != needed:
+        raise ConfigError(
+            f"hidden is {tuple(given)} and target {tuple(target.shape)}: hidden has the "
+            f"target's dimensions and then the head's {needed[-1]} features."
+        )
+    if target.dtype is not torch.int64 or any(size is not None and size < 1 for size in sizes):
+        raise ConfigError(
+            f"target is {target.dtype}, chunk {sizes[0]} and chunk_bytes {sizes[1]}: targets are "
+            "int64 token ids, and a chunk is of 1 token and 1 byte or more."
+        )
+
+
+def _sum(hidden: Tensor, head: Any, labels: Tensor, rows: int) -> Tensor:
+    """The sum over all ``labels``, ``rows`` a time; ``hidden`` is ``[labels, features]``."""
+    learns = torch.is_grad_enabled()
+    if learns and type(head).forward is nn.Linear.forward:
+        with_gradients: Any = _WithGradients.apply
+        total: Tensor = with_gradients(hidden, head.weight, head.bias, labels, rows)
+        return total
+
+    def summed(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = head.forward(hidden)
+        return F.cross_entropy(logits.to(_wide(logits)), labels, reduction="sum")
+
+    step = partial(checkpoint, summed, use_reentrant=False) if learns else summed
+    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
+    return torch.stack([step(*chunk) for chunk in chunks]).sum()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class _WithGradients(torch.autograd.Function):
+    """The sum over a linear head's labels; the logits of a chunk become its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int
+    ) -> Tensor:
+        wide, needed = _wide(hidden), ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if needed[0] else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
+
+        def add(begin: int) -> Tensor:
+            some, label = hidden[begin : begin + rows], labels[begin : begin + rows]
+            logits = F.linear(some, weight, bias)  # [rows, vocabulary]
+            p = logits.to(wide).log_softmax(1)
+            loss = F.nll_loss(p, label, reduction="sum")
+            p.exp_()[torch.arange(len(label), device=label.device), label] -= 1
+            slope = p.to(logits.dtype)
+            if of_hidden is not None:
+                of_hidden[begin : begin + rows] = slope @ weight
+            if of_weight is not None:
+                of_weight.add_(slope.T @ some)
+            if of_bias is not None:
+                of_bias.add_(slope.sum(0))
+            return loss
+
+        losses = [add(begin) for begin in range(0, len(labels), rows)]
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        return torch.stack([hidden.new_zeros((), dtype=wide), *losses]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        scaled = (None if t is None else t.mul_(gradients[0]) for t in ctx.saved_tensors)
+        return (*scaled, None, None)
