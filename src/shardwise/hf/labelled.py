@@ -1,0 +1,79 @@
+"""The head of a causal language model, which computes a loss in place of logits.
+
+Logits are needed where there is a label, and a model makes them everywhere. Here the model is
+called as always, and its head gets all hidden states. In that one call it computes the loss, so
+adapters, quantised and tied weights and units are what they are in every call.
+
+A model that changes its logits afterwards would change the loss instead. So this is for classes
+with which tests have compared it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.api.sharded import Sharded
+
+__all__ = ["TESTED", "causal_model", "head_of", "in_place_of_logits", "why_all_logits"]
+
+TESTED = frozenset({
+    *("Decoder", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GemmaForCausalLM", "LlamaForCausalLM"),
+    *("MistralForCausalLM", "MixtralForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM"),
+    *("Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("Qwen3MoeForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
+})  # fmt: skip
+CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def causal_model(model: nn.Module) -> Any:
+    """The model of ``transformers`` inside one of ``peft``, or ``model`` itself."""
+    of_peft: Any = model
+    return of_peft.get_base_model() if _is_of_peft(model) else model
+
+
+def head_of(model: nn.Module) -> Any:
+    """The layer that makes logits of hidden states."""
+    return causal_model(model).get_output_embeddings()
+
+
+def why_all_logits(sharded: Sharded) -> str:
+    """The reason why a model has to compute the logits of all places; ``""`` if it need not."""
+    model: Any = sharded.model
+    if sharded.options.compile:
+        return "it is compiled"
+    if _is_of_peft(model) and model.active_peft_config.is_prompt_learning:
+        return "a learned prompt is in front of its tokens"
+    model = causal_model(model)
+    name, module = type(model).__name__, type(model).forward.__module__
+    if name not in TESTED or not module.startswith(("transformers.models.", "shardwise.")):
+        config = getattr(model, "config", None)
+        changes = [key for key in CHANGES_LOGITS if getattr(config, key, None) is not None]
+        return f"{name} changes them ({changes[0]})" if changes else f"{name} is not a tested class"
+    return "the forward of its head is replaced" if "forward" in vars(head_of(model)) else ""
+
+
+def _is_of_peft(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("peft.")
+
+
+@contextmanager
+def in_place_of_logits(
+    head: nn.Module, compute: Callable[[Tensor], Tensor]
+) -> Iterator[list[Tensor]]:
+    """Replace the next result of ``head`` by ``compute(hidden)``; it is added to the list."""
+    computed: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        del head.forward
+        computed.append(compute(hidden))
+        return computed[0]
+
+    head.forward = forward
+    try:
+        yield computed
+    finally:
+        vars(head).pop("forward", None)
