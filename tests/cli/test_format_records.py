@@ -101,6 +101,7 @@ def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
         "model     31,392 parameters, full_shard over 3 ranks",
         "batch     global batch 12 = micro-batch 2 × 2 accumulation steps × 3 ranks",
         "schedule  30 steps of 384 tokens, 0.50 epochs",
+        "logits    of the places with a target only, some at a time",
         "tokens/s  over all ranks, in recent steps, without validation and saving",
         "memory    of the process that uses most; on an accelerator, of its device",
         "",
@@ -109,13 +110,15 @@ def test_the_global_batch_is_a_product_that_can_be_checked() -> None:
     assert (
         warmed[2] == "schedule  30 steps of 384 tokens, 0.50 epochs, warm-up in the first 3 (10.0%)"
     )
-    assert warmed[3].endswith("in recent steps, without the first 3 steps, validation and saving")
+    assert warmed[4].endswith("in recent steps, without the first 3 steps, validation and saving")
     sent = "31,392 stored float32, computed in bfloat16, gradients sent in float32"
     shown = format_record(replace(built, dtypes=(sent,), rates=((1, 2e-4), (30, 0.0))))
     assert shown[1] == f"dtypes    {sent}"
     assert shown[4] == "lr        2.00e-04 in step 1, 0.00e+00 in step 30"
+    everywhere = format_record(replace(built, all_logits="XForCausalLM is not a tested class"))
+    assert everywhere[3] == "logits    of all places: XForCausalLM is not a tested class"
     padded = format_record(replace(built, padded=True))
-    assert padded[3].startswith("tokens/s  over all ranks, padding included, in recent steps, ")
+    assert padded[4].startswith("tokens/s  over all ranks, padding included, in recent steps, ")
 
 
 STEPPED = Stepped(7, 150, 5.43219, 1.5e-3, 0.98765, 6_512.4, 640_000_000, 92.2)

@@ -147,15 +147,17 @@ def test_the_loss_is_the_mean_over_all_tokens_that_are_trained_on(
         "unsharded=100000",
         "prefetch.backward=0",
         "activation_checkpointing=true",
-        pytest.param(
-            "compile=aot_eager",
-            marks=pytest.mark.filterwarnings("ignore"),  # the compiler raises and hides its own
-        ),
     ],
 )
 def test_how_it_is_sharded_does_not_change_a_bit(tmp_path: Path, mode: str, usual: Losses) -> None:
     changed = tiny_recipe(tmp_path, f"sharding.{mode}")
     assert [loss for loss, _ in run(changed, 2)] == [loss for loss, _ in usual]
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler raises and hides its own
+def test_a_compiled_model_has_the_bits_of_one_that_computes_all_logits(tmp_path: Path) -> None:
+    compiled, whole = "sharding.compile=aot_eager", "batch.logits=all"
+    assert run(tiny_recipe(tmp_path, compiled), 2) == run(tiny_recipe(tmp_path, whole), 2)
 
 
 @pytest.mark.prove

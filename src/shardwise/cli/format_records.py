@@ -38,6 +38,7 @@ from shardwise.train.records import (
 __all__ = ["clock", "format_record", "format_step"]
 
 MAX_RANK_COLUMNS = 4  # ranks that get a column each
+LABELLED = "of the places with a target only, some at a time"
 LABEL_WIDTH = 9  # width of the first word of a line
 
 
@@ -137,6 +138,7 @@ def _built(r: Built) -> list[str]:
             f"{plural(r.steps, 'step')} of {r.rows * r.context:,} tokens{epochs}{warmup}",
         ),
         *(_labelled("lr", _rates(r.rates)) for _ in r.rates[:1]),
+        _labelled("logits", f"of all places: {r.all_logits}" if r.all_logits else LABELLED),
         _labelled("tokens/s", f"over all ranks, {padding}in recent steps, without {untimed}"),
         _labelled("memory", "of the process that uses most; on an accelerator, of its device"),
         "",

@@ -146,3 +146,8 @@ class BatchConfig(Section):
 
     rows: Positive = Field(16, description="global batch size, over all ranks")
     micro: Positive = Field(8, description="micro-batch size: rows in one forward pass of one rank")
+    logits: Literal["labelled", "all"] = Field(
+        "labelled",
+        description="where the head runs: at places with a target, if the model's class "
+        "is tested with that; or at all",
+    )

@@ -230,6 +230,10 @@ class Decoder(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head, as models of ``transformers`` do."""
+        return self.lm_head
+
     def forward(
         self, ids: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:

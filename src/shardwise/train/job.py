@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardwise.api.sharded import Sharded
 from shardwise.comm.protocol import Comm
+from shardwise.hf.labelled import head_of, why_all_logits
 from shardwise.optim.average import EMA
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import language_model
@@ -42,6 +43,17 @@ class Job:
     scaler: torch.amp.GradScaler  # of the loss; does nothing where it is not enabled
     ema: EMA | None = None
     report: str = ""  # of a model that was read: what of the files, and of an adapter's targets
+
+    @cached_property
+    def all_logits(self) -> str:
+        """The reason for computing all logits; ``""``: only those of places with a target."""
+        asked = self.recipe.batch.logits == "all"
+        return "batch.logits is all" if asked else why_all_logits(self.sharded)
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The model's head, if it runs only at places that have a target."""
+        return None if self.all_logits else head_of(self.model)
 
     @property
     def tokens_per_step(self) -> int:
@@ -100,10 +112,7 @@ class Job:
     def _loss(self, batch: MicroBatch) -> Tensor:
         """The sum over the tokens that are trained on."""
         batch = batch.to(self.sharded.comm.device)
-        logits = language_model.logits(self.model, batch).float()
-        return F.cross_entropy(
-            logits.flatten(0, 1), batch.targets.flatten(), reduction="sum", ignore_index=IGNORED
-        )
+        return language_model.summed_loss(self.model, batch, self.head)
 
 
 def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary: int) -> Job:

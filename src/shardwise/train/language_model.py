@@ -1,24 +1,32 @@
-"""The trainer's view of a model: to be built in shards, and for the logits of a batch.
+"""The trainer's view of a model: to be built in shards, for the logits of a batch, and its loss.
 
 Everything else in ``train`` takes any causal language model, of ours or of `transformers`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from shardwise.api.nn import chunked_cross_entropy
 from shardwise.api.shard import shard
 from shardwise.api.sharded import Sharded
 from shardwise.comm.protocol import Comm
+from shardwise.hf.labelled import in_place_of_logits
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.train import model_folder
-from shardwise.train.batches import MicroBatch
+from shardwise.train.batches import IGNORED, MicroBatch
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.optimizer import blocksize_of
 
-__all__ = ["build", "logits"]
+__all__ = ["build", "logits", "summed", "summed_loss"]
+
+ROWS = 128  # places whose logits are measured at a time
 
 
 def build(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
@@ -48,3 +56,34 @@ def logits(model: nn.Module, batch: MicroBatch) -> Tensor:
     # Keys and values of earlier tokens serve generation alone; kept, they cost memory.
     out: Tensor = model(input_ids=batch.ids, use_cache=False, **where).logits
     return out
+
+
+def summed_loss(model: nn.Module, batch: MicroBatch, head: nn.Module | None = None) -> Tensor:
+    """The cross-entropy summed over the targets; with ``head``, it runs only where they are."""
+    if head is None:
+        every, targets = logits(model, batch).float().flatten(0, 1), batch.targets.flatten()
+        return F.cross_entropy(every, targets, reduction="sum", ignore_index=IGNORED)
+    compute = partial(chunked_cross_entropy, head=head, target=batch.targets, reduction="sum")
+    with in_place_of_logits(head, compute) as computed:
+        logits(model, batch)
+    return computed[0]
+
+
+def summed(
+    model: nn.Module,
+    batch: MicroBatch,
+    measure: Callable[[Tensor, Tensor], Tensor],
+    head: nn.Module | None = None,
+) -> Tensor:
+    """``measure`` of ``[places, vocabulary]`` logits and their targets, summed; as for the loss."""
+    if head is None:
+        return measure(logits(model, batch).flatten(0, 1), batch.targets.flatten())
+    to_logits, places = head.forward, batch.targets != IGNORED
+
+    def compute(hidden: Tensor) -> Tensor:
+        chunks = zip(hidden[places].split(ROWS), batch.targets[places].split(ROWS), strict=True)
+        return torch.stack([measure(to_logits(some), targets) for some, targets in chunks]).sum(0)
+
+    with in_place_of_logits(head, compute) as computed:
+        logits(model, batch)
+    return computed[0]

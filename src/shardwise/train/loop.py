@@ -175,6 +175,7 @@ def _built_record(job: Job, data: Data) -> Built:
         warmup=recipe.optimizer.warmup_steps(recipe.run.steps),
         untimed=recipe.run.throughput_warmup,
         report=job.report,
+        all_logits=job.all_logits,
         padded=recipe.data.format != "text" and recipe.data.packing != "concatenate",
         dtypes=job.sharded.layout.dtypes(),
         rates=preview(recipe.run.steps, recipe.optimizer),
@@ -202,7 +203,7 @@ class _Loop:
         self._files = data.files
         self._checkpoints = Checkpoints(job, data, logger.log)
         rows, micro = self._config.eval_rows, job.recipe.batch.micro
-        self._validation = Validation(data.validation, rows, micro)
+        self._validation = Validation(data.validation, rows, micro, job.head)
         self._throughput = Throughput(self._config.throughput_warmup)
         self._state = RunState()
         self._evaluated: Evaluated | None = None

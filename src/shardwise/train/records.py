@@ -162,15 +162,14 @@ class Built:
         strategy, ranks: how it is sharded.
         rows, micro, accumulation: rows = micro × accumulation × ranks.
         context: tokens in a row.
-        steps, epochs: length of the run; epochs = passes over the training split, ``None`` if its
-            length is not known.
+        steps, epochs: of the run; passes over the training split, ``None`` if unknown.
         warmup: steps in which the learning rate rises.
         untimed: first steps that tokens/s leaves out.
         report: lines about a model that was read, and what an adapter's targets match.
+        all_logits: why they are computed; ``""``: only those of places with a target.
         padded: rows have places that no sample fills, which tokens/s counts, too.
         dtypes: how many elements are stored, computed in, sent and summed in which, in words.
-        rates: steps, counted from 1, and their learning rates: the first, the first after the
-            warm-up, the middle of the rest, the last.
+        rates: step and rate of the first, of that after the warm-up, of a middle one, of the last.
     """
 
     parameters: int
@@ -185,6 +184,7 @@ class Built:
     warmup: int = 0
     untimed: int = 0
     report: str = ""
+    all_logits: str = ""
     padded: bool = False
     dtypes: tuple[str, ...] = ()
     rates: tuple[tuple[int, float], ...] = ()

@@ -13,20 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm
-from shardwise.train.batches import (
-    IGNORED,
-    Indices,
-    MicroBatch,
-    RowSource,
-    evenly_spaced,
-    rank_batches,
-)
+from shardwise.train.batches import IGNORED, Indices, RowSource, evenly_spaced, rank_batches
 from shardwise.train.collectives import all_gather_floats
-from shardwise.train.language_model import logits
+from shardwise.train.language_model import summed
 from shardwise.train.records import Evaluated
 from shardwise.train.tokenizer import Tokens
 
@@ -51,11 +44,13 @@ class Validation:
         rows: the validation split.
         count: number of rows to use.
         micro: rows in a forward pass.
+        head: of the model, if it runs only at places that have a target.
     """
 
     rows: RowSource
     count: int
     micro: int
+    head: nn.Module | None = None
 
     @property
     def indices(self) -> Indices:
@@ -75,7 +70,7 @@ class Validation:
         with torch.no_grad():
             for indices in rank_batches(self.indices, self.micro, comm.rank, comm.size):
                 batch = self.rows.take(indices).to(comm.device)
-                sums += _sums(logits(model, batch), batch)
+                sums += summed(model, batch, _sums, self.head).cpu()
         model.train(training)
         loss, correct, tokens = all_gather_floats(comm, sums.tolist(), "validation").sum(0).tolist()
         return Evaluated(
@@ -88,11 +83,9 @@ class Validation:
         )
 
 
-def _sums(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Summed loss, correct predictions and targets of ``[rows, context, vocabulary]`` logits."""
-    is_target = batch.targets != IGNORED
-    losses = F.cross_entropy(
-        logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none"
-    ).double()
-    correct = (logits.argmax(-1) == batch.targets) & is_target
-    return torch.stack([losses.sum(), correct.sum().double(), is_target.sum().double()]).cpu()
+def _sums(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed loss, correct predictions and targets."""
+    is_target = targets != IGNORED
+    loss = F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+    correct = (logits.argmax(-1) == targets) & is_target
+    return torch.stack([loss, correct.sum().double(), is_target.sum().double()])
