@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator as TheirAccelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, PartialState
@@ -156,6 +157,75 @@ def test_words_of_fsdp_and_8_bit_optimizers_are_arguments_of_shard(tmp_path: Pat
     assert str(given.pop("wrap")) == "by_class(LlamaDecoderLayer)"
     assert given == {"strategy": "shard_grad_op", "blocksize": 256}
     assert arguments_of(jobs.arguments(tmp_path)) == {}
+
+
+class PlacesOfHead:
+    """How many places each call of a head was given; it is one of a list of hooks."""
+
+    def __init__(self, model: Any) -> None:
+        self.counts = list[int]()
+        model.get_output_embeddings().register_forward_hook(self)
+
+    def __call__(self, head: Any, given: Any, out: torch.Tensor) -> None:
+        self.counts.append(out.numel() // head.out_features)
+
+
+def losses(trainer: Any) -> list[float]:
+    trainer.train()
+    kept = [trainer.evaluate()["eval_loss"]]
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line] + kept
+
+
+@pytest.mark.parametrize("options", [{}, {"average_tokens_across_devices": False}])
+def test_the_head_makes_a_loss_in_place_of_logits_and_the_numbers_are_the_same(
+    tmp_path: Path, alone: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where logits are asked for, they are all there: in evaluations, and of ``return_outputs``."""
+    options |= {"max_steps": 2, "save_strategy": "no", "prediction_loss_only": True}
+    labelled, whole = (made(tmp_path, jobs.llama(), **options) for _ in range(2))
+    whole.only_labelled = False
+    labelled.eval_dataset = whole.eval_dataset = jobs.rows(10)
+    places = [PlacesOfHead(one.model) for one in (labelled, whole)]
+    with caplog.at_level("INFO", "shardwise"):
+        assert losses(labelled) == pytest.approx(losses(whole), rel=1e-6)
+    assert set(places[0].counts) == {0}  # a loss has no place
+    assert min(places[1].counts) == 18
+    assert "logits: of places with a label only" in caplog.text
+    assert "logits: of all places: only_labelled is False" in caplog.text
+    logits = labelled.predict(jobs.rows(3)).predictions
+    assert logits is None
+    labelled.args.prediction_loss_only = False
+    assert labelled.predict(jobs.rows(3)).predictions.shape == (3, 9, 61)
+    inputs = labelled._prepare_inputs(next(iter(labelled.get_train_dataloader())))
+    _, outputs = labelled.compute_loss(labelled.model, inputs, return_outputs=True)
+    assert outputs.logits.shape[-1] == 61
+
+
+def test_a_loss_of_ones_own_has_all_logits_and_says_so(tmp_path: Path, alone: Any) -> None:
+    class Theirs(transformers.Trainer):
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            return super().compute_loss(*args, **options)
+
+    class Combined(Trainer, Theirs):
+        pass
+
+    def why(kind: Any = Trainer, model: Any = None, options: Any = None, **changed: Any) -> str:
+        args = jobs.arguments(tmp_path, max_steps=1, save_strategy="no", **changed)
+        model = model or jobs.llama()
+        trainer = kind(model=model, args=args, train_dataset=jobs.rows(), **(options or {}))
+        trainer.train()
+        text: str = trainer.all_logits
+        return text
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs.logits.float().flatten(0, 1).logsumexp(1).mean()
+
+    assert why(Combined) == "Combined computes its own loss"
+    assert why(options={"compute_loss_func": loss}) == "the loss is another one"
+    assert why(label_smoothing_factor=0.1) == "the loss is another one"
+    other = jobs.llama()
+    other.loss_function = lambda logits, **_: logits.square().mean()
+    assert why(model=other) == "the loss is another one"
 
 
 def test_what_accelerate_launch_was_told_is_followed(

@@ -11,19 +11,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
+from shardwise.api.nn import chunked_cross_entropy
 from shardwise.api.sharded import Sharded
 from shardwise.checkpoint import by_name, numbered
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.hf.adapters import is_adapters
+from shardwise.hf.labelled import causal_model, head_of, in_place_of_logits, why_all_logits
 from shardwise.integrations import handover
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.handover import handle
@@ -32,6 +38,7 @@ __all__ = ["Trainer"]
 
 log = logging.getLogger("shardwise")
 
+IGNORED = -100  # the label of a place without one
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # as transformers names them
 BLOCKSIZE = 256  # elements that an 8-bit optimizer of bitsandbytes scales together
 
@@ -43,9 +50,13 @@ class Trainer(transformers.Trainer):
     ``class MyTrainer(Trainer, TheirTrainer)``.
     """
 
+    only_labelled = True
+    """Run the head only at places with a label, if the model's class is tested with that."""
+
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    _loss_only = False  # the outputs are dropped
 
     def sharding(self) -> dict[str, Any]:
         """The arguments of ``shard()``, from ``TrainingArguments``; override it for others."""
@@ -64,6 +75,42 @@ class Trainer(transformers.Trainer):
         options = {**self._accelerator_args, "fsdp_plugin": None}
         self.accelerator = Accelerator(self.sharding(), **options)
         self.gather_function = self.accelerator.gather_for_metrics
+
+    @cached_property
+    def all_logits(self) -> str:
+        """The reason for computing all logits; ``""``: only those of places with a label."""
+        why = why_all_logits(handle(self.model)) or self._other_loss()
+        log.info("logits: %s", f"of all places: {why}" if why else "of places with a label only")
+        return why
+
+    def _other_loss(self) -> str:
+        if not self.only_labelled:
+            return "only_labelled is False"
+        compute: Any = super().compute_loss
+        if compute.__func__ is not transformers.Trainer.compute_loss:
+            return f"{type(self).__name__} computes its own loss"
+        given = self.compute_loss_func, self.label_smoother, self.args.use_liger_kernel or None
+        is_usual = causal_model(self.model).loss_function is ForCausalLMLoss
+        return "" if is_usual and given == (None, None, None) else "the loss is another one"
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss; with logits of labelled places only, unless the caller reads them."""
+        read = return_outputs and not self._loss_only
+        whole = read or inputs.get("labels") is None or self.all_logits
+        with nullcontext() if whole else labelled_loss(causal_model(model), inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        own = type(self).compute_loss is Trainer.compute_loss  # another may read the logits
+        self._loss_only = own and prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._loss_only = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is until it is sharded: the unsharded model may not fit."""
@@ -103,6 +150,26 @@ def arguments_of(args: transformers.TrainingArguments) -> dict[str, Any]:
     if "8bit" in args.optim:
         arguments["blocksize"] = BLOCKSIZE
     return arguments
+
+
+@contextmanager
+def labelled_loss(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace the logits of ``model`` by their summed loss, and its loss by the mean of that."""
+    head, targets = head_of(model), inputs.get("shift_labels")
+    if targets is None:
+        targets = F.pad(inputs["labels"], (0, 1), value=IGNORED)[..., 1:]
+
+    def mean(logits: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
+        counted = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        return logits / torch.as_tensor(counted, device=logits.device)
+
+    compute = partial(chunked_cross_entropy, head=head, target=targets, reduction="sum")
+    model.loss_function = mean
+    try:
+        with in_place_of_logits(head, compute):
+            yield
+    finally:
+        del model._loss_function
 
 
 def whole_states(model: nn.Module, rank0_only: bool) -> dict[str, Tensor] | None:
