@@ -89,7 +89,7 @@ def tune(worker: Worker, setup: Setup, bits: int, folder: str, prompt: str) -> N
     with worker.group():
         training, rows = setup.splits()
         job = job_of(setup, setup.batches(training, worker.rank), bits=bits)
-        sharded, validation = job.sharded, Validation(rows, len(rows), micro=4)
+        sharded, validation = job.sharded, Validation(rows, len(rows), 4, job.head)
         before = validation.evaluate(job.model, sharded.comm, 0)
         take_steps(job, lambda _: None)
         after = validation.evaluate(job.model, sharded.comm, setup.steps)

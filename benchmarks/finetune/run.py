@@ -14,7 +14,7 @@ from statistics import fmean, median
 from benchmarks.finetune.engines import ENGINES
 from benchmarks.finetune.measure import Run, Tuned, measure, tune
 from benchmarks.finetune.pairs import held_out, prompt, write_pairs
-from benchmarks.finetune.setup import Setup
+from benchmarks.finetune.setup import LongPrompts, Setup, write_base
 from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.report import MIB, Column, Report, Row, Table
@@ -68,6 +68,7 @@ class Config:
     round_steps: int = setting(32, "of one run in a round", least=WARM_UP + 2)
     rows: int = setting(8, "in a step, over both ranks", least=2)
     context: int = setting(256, "tokens in a row", least=2)
+    vocabulary: int = setting(32_768, "of one more base, with long prompts; 0 = none", least=0)
 
 
 def run(config: Config, log: Log) -> Iterator[Report]:
@@ -94,15 +95,33 @@ def run(config: Config, log: Log) -> Iterator[Report]:
             tuned[bits] = on_ranks(setup.ranks, tune, setup, bits, folder, PROMPT)[0]
         report = replace(report, tables=(tune_table(tuned, setup),))
         yield report
+    if config.rounds:
+        setup = replace(setup, steps=config.round_steps)
+        report = replace(report, tables=(*report.tables, side_by_side(config, setup, log)))
+        yield report
+    if config.rounds and config.vocabulary:
+        table = side_by_side(config, long_prompts(config), log)
+        title = f"{table.title}, vocabulary {config.vocabulary:,}, 3/4 of the tokens are prompts"
+        yield replace(report, tables=(*report.tables, replace(table, title=title)))
+
+
+def long_prompts(config: Config) -> Setup:
+    """Random samples for a base with random weights, which is written."""
+    base = f"{config.folder}/vocabulary-{config.vocabulary}"
+    write_base(config.base, base, config.vocabulary)
+    lengths = config.round_steps, config.rows, config.context
+    return LongPrompts(base, config.folder, *lengths, vocabulary=config.vocabulary)
+
+
+def side_by_side(config: Config, setup: Setup, log: Log) -> Table:
+    """Every engine in turns, in processes of its own: its peak is its own."""
     runs: dict[str, list[list[Run]]] = {name: [] for name in config.engines}
-    setup = replace(setup, steps=config.round_steps)
     for number in range(config.rounds):
-        for name in rotated(config.engines, number):  # processes of its own: its peak is its own
+        for name in rotated(config.engines, number):
             log(f"round {number + 1} of {config.rounds}: {name}")
             runs[name].append(on_ranks(setup.ranks, measure, name, setup))
-    if config.rounds:
-        check(runs)
-        yield replace(report, tables=(*report.tables, side_table(runs, setup)))
+    check(runs)
+    return side_table(runs, setup)
 
 
 # ---- from runs to tables -------------------------------------------------------------------

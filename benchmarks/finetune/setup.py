@@ -7,11 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Batches, RowSource
+from shardwise.train.packed import Examples, SampleRows
 from shardwise.train.samples import in_rows, read_samples, tokenize_split
 
 if TYPE_CHECKING:
@@ -67,6 +69,31 @@ class Setup:
     def batches(self, rows: RowSource, rank: int) -> Batches:
         """One rank's micro-batches; what every engine is given."""
         return Batches(rows, self.recipe.batch, SEED, rank, self.ranks)
+
+
+@dataclass(frozen=True)
+class LongPrompts(Setup):
+    """Random samples for a base of ``vocabulary``: three quarters of their tokens are prompts."""
+
+    vocabulary: int = 32_768
+
+    def splits(self) -> tuple[RowSource, RowSource]:
+        """The same rows for both."""
+        samples = self.steps * self.rows
+        ids = np.random.default_rng(SEED).integers(0, self.vocabulary, samples * self.context)
+        trained = np.tile(np.arange(self.context) >= 3 * self.context // 4, samples)
+        lengths = np.full(samples, self.context)
+        rows = SampleRows(Examples(ids.astype(np.int32), trained, lengths), self.context)
+        return rows, rows
+
+
+def write_base(like: str, folder: str, vocabulary: int) -> None:
+    """Write a base of the shape of ``like`` with random weights for another vocabulary."""
+    import transformers
+
+    torch.manual_seed(SEED)
+    config = transformers.AutoConfig.from_pretrained(like, vocab_size=vocabulary)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def lora() -> LoraConfig:

@@ -15,7 +15,7 @@ from benchmarks.finetune.engines import Samples
 from benchmarks.finetune.measure import Run
 from benchmarks.finetune.pairs import EVERY, pairs, write_pairs
 from benchmarks.finetune.run import check, side_table, step_seconds
-from benchmarks.finetune.setup import Setup
+from benchmarks.finetune.setup import LongPrompts, Setup
 from benchmarks.harness.report import MIB
 from shardwise.recipe.data_config import BatchConfig
 from shardwise.train.batches import Batches
@@ -64,6 +64,15 @@ def test_trainer_deals_out_the_rows_that_our_ranks_take() -> None:
         assert item["shift_labels"].tolist() == [*(ids[1:]).tolist(), -100]
 
 
+def test_three_quarters_of_long_prompts_have_no_label() -> None:
+    setup = LongPrompts("base", "pairs", steps=3, rows=4, context=16, vocabulary=50)
+    batches = setup.batches(setup.splits()[0], 0)
+    for step in range(3):
+        (batch,) = batches.step(step)
+        assert (batch.targets != -100).sum(1).tolist() == [4, 4]
+        assert batch.ids.max() < 50
+
+
 def run_of(seconds: float, peak: int, *losses: float) -> Run:
     ends = [seconds * number for number in range(len(losses))]
     return Run(list(losses), ends, ends, peak * MIB, 100 * MIB, 8 * MIB)
@@ -95,8 +104,10 @@ def test_the_command_fine_tunes_a_tiny_base_beside_trainer(tmp_path: Path) -> No
     # For evaluation on CPUs bitsandbytes takes no layer narrower than a block of 64.
     base = tiny("llama", tmp_path / "base", hidden_size=64, intermediate_size=128)
     options = {"base": base, "folder": tmp_path / "run", "steps": 6, "context": 64, "rounds": 1}
+    options |= {"vocabulary": 400}
     options |= {"round_steps": 6, "bits": 4, "engines": "full_shard_4bit,trainer_ddp,trainer_fsdp2"}
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     done = CliRunner().invoke(main, ["finetune", *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert "full_shard_4bit ÷ trainer_fsdp2" in done.output
+    assert done.output.count("full_shard_4bit ÷ trainer_fsdp2") == 2
+    assert "vocabulary 400, 3/4 of the tokens are prompts" in done.output
