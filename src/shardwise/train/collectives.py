@@ -6,19 +6,16 @@ adds numbers in rank order.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.train.tokenizer import Tokens
 
-__all__ = ["all_gather_floats", "all_gather_values", "broadcast_text", "broadcast_tokens"]
+__all__ = ["all_gather_floats", "broadcast_text", "broadcast_tokens"]
 
 
 def broadcast_tokens(comm: Comm, values: Tokens | None, what: str) -> Tokens:
@@ -38,16 +35,6 @@ def broadcast_text(comm: Comm, text: str | None, what: str) -> str:
     """Rank 0's ``text`` on every rank."""
     utf8 = None if text is None else np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     return broadcast_tokens(comm, utf8, what).astype(np.uint8).tobytes().decode()
-
-
-def all_gather_values(comm: Comm, values: Sequence[Any], what: str) -> list[Any]:
-    """The plain values of all ranks, in rank order; each rank has any number of them."""
-    text = torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
-    sizes = [int(size) for (size,) in all_gather_floats(comm, [len(text)], what).tolist()]
-    padded = F.pad(text, (0, max(sizes) - len(text)))
-    rows = comm.gather_rows(padded, Label("gather", what)).cpu().numpy()
-    texts = (row[:size].tobytes() for row, size in zip(rows, sizes, strict=True))
-    return [value for text in texts for value in json.loads(text)]
 
 
 def all_gather_floats(comm: Comm, values: Sequence[float], what: str) -> Tensor:

@@ -23,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.comm.machine.accelerators import check_kernels
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
@@ -30,7 +31,7 @@ from shardwise.recipe.read import flatten
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import accumulation
 from shardwise.train.checkpoints import Checkpoints, RunState, is_due
-from shardwise.train.collectives import all_gather_floats, all_gather_values
+from shardwise.train.collectives import all_gather_floats
 from shardwise.train.data import Data, prepare
 from shardwise.train.disk_estimate import check_disk
 from shardwise.train.footprint import footprint
@@ -355,7 +356,8 @@ class _Loop:
     def _save(self) -> bool:
         self._logger.sync()
         positions = self._job.batches.positions()
-        streams = all_gather_values(self._comm, positions, "positions in the text")
+        of_ranks = all_gather_object(self._comm, positions, "positions in the text")
+        streams = [stream for streams in of_ranks for stream in streams]
         self._state = replace(self._state, streams=streams)
         evaluated = self._evaluated
         is_current = evaluated is not None and evaluated.step == self._state.step
