@@ -90,11 +90,12 @@ def storage_key(tensor: Tensor) -> int:
 split_flat: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
 
 
+_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
 def untracked_views() -> Any:
     """Give views a version of their own inside the block, where ``detach_()`` takes them."""
-    return torch._C._ExcludeDispatchKeyGuard(
-        torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    )
+    return torch._C._ExcludeDispatchKeyGuard(_TRACKING)
 
 
 def take_in_lists(kind: type[Tensor]) -> None:
