@@ -141,6 +141,13 @@ def test_compiled_models_and_learned_prompts_compute_all_logits() -> None:
     assert why_all_logits(sw.shard(prompted)) == "a learned prompt is in front of its tokens"
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_adapters_need_no_more_logits(mixed: bool) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapted: Any = peft.get_peft_model(model_of("llama"), config, mixed=mixed)
+    assert why_all_logits(sw.shard(adapted)) == ""
+
+
 def test_a_head_whose_forward_is_replaced_computes_all_logits() -> None:
     sharded = sw.shard(model_of("llama"))
     head_of(sharded.model).forward = lambda hidden: hidden

@@ -32,7 +32,7 @@ CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 def causal_model(model: nn.Module) -> Any:
     """The model of ``transformers`` inside one of ``peft``, or ``model`` itself."""
     of_peft: Any = model
-    return of_peft.get_base_model() if _is_of_peft(model) else model
+    return of_peft.base_model.model if _is_of_peft(model) else model
 
 
 def head_of(model: nn.Module) -> Any:
@@ -45,7 +45,8 @@ def why_all_logits(sharded: Sharded) -> str:
     model: Any = sharded.model
     if sharded.options.compile:
         return "it is compiled"
-    if _is_of_peft(model) and model.active_peft_config.is_prompt_learning:
+    adapters = model.peft_config.values() if _is_of_peft(model) else ()
+    if any(config.is_prompt_learning for config in adapters):
         return "a learned prompt is in front of its tokens"
     model = causal_model(model)
     name, module = type(model).__name__, type(model).forward.__module__
