@@ -66,6 +66,33 @@ SMALL = Task(
 )
 
 
+# ---- few large parameters ------------------------------------------------------------------
+
+
+class FeedForward(nn.Module):
+    """Two matrices around a ReLU, with a skip."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, width]`` → the same."""
+        out: Tensor = x + self.down(F.relu(self.up(x)))
+        return out
+
+
+def feed_forward(layers: int, width: int, hidden: int, rows: int) -> Task:
+    """Large matrices and short activations: memory is what the parameters need, and the engine."""
+    return Task(
+        f"{layers} feed-forward blocks of {width:,} × {hidden:,}, batch {rows}",
+        lambda: nn.Sequential(*(FeedForward(width, hidden) for _ in range(layers))),
+        lambda g: (torch.randn(rows, width, generator=g), torch.randn(rows, width, generator=g)),
+        lambda model, pair: F.mse_loss(model(pair[0]), pair[1]),
+    )
+
+
 # ---- convolutions --------------------------------------------------------------------------
 
 CLASSES = 100
@@ -186,6 +213,7 @@ ON_CPU: dict[str, Task] = {
     "decoder128": decoder(decoder_config(512, 8), 8_192, 128),
     "decoder32": decoder(decoder_config(512, 8), 8_192, 32),
     "small": SMALL,
+    "blocks400m": feed_forward(12, 2_048, 8_192, rows=64),
     "conv": CONVOLUTIONS,
     "lora": adapters(decoder(decoder_config(512, 8), 8_192, 32)),
     "tiny": decoder(decoder_config(32, 2), 64, 8),
