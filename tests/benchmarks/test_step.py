@@ -11,9 +11,11 @@ from torch import nn
 from benchmarks.harness.report import Cell, Report
 from benchmarks.harness.workers import on_ranks
 from benchmarks.models import ON_CPU
+from benchmarks.programs import PROGRAMS
 from benchmarks.step import engines, host
 from benchmarks.step.engines import ENGINES, PLAIN, WHEN_NAMED, Setup, absent
 from benchmarks.step.measure import CHECKED, Lap, Measured, check_losses, measure, peak_memory
+from benchmarks.step.programs import COLUMNS, program_row
 from benchmarks.step.run import Config, run, times, traffic
 from benchmarks.step.traffic import PARTS, CopiedBytes, least_bytes
 
@@ -201,3 +203,19 @@ def test_copies_are_counted_where_they_are_made_and_sums_are_not() -> None:
 def test_the_same_generator_gives_the_same_batch(name: str) -> None:
     first, second = (ON_CPU[name].batch(torch.Generator().manual_seed(3)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.spawn
+def test_a_program_has_ddps_time_and_each_strategy_over_it() -> None:
+    summary, *numbers = program_row("blocks", "torch", 2, 2)
+    assert summary == PROGRAMS["blocks"].summary
+    assert len(numbers) == len(COLUMNS) - 1
+    assert all(isinstance(number, float) and number > 0 for number in numbers)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "adapters"])
+def test_a_program_trains(name: str) -> None:
+    task = PROGRAMS[name]
+    model, batch = task.build(), task.batch(torch.Generator().manual_seed(0))
+    task.loss(model, batch).backward()
+    assert all(param.grad is not None for param in model.parameters())
