@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.malloc import keep_mapped
 from shardwise.comm.protocol import Comm, Label
 from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
@@ -58,6 +59,7 @@ class Runtime:
             (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
         }
         self._peers_may_read = False  # a peer may still compute with shared parameters
+        self._may_keep_mapped = comm.device.type == "cpu" and comm.size > 1
         buckets = [bucket for state in units.values() for bucket in state.buckets]
         #: Otherwise a rank has all parameters itself, and may compute with them alone.
         self._is_split = not all(bucket.allocation.whole for bucket in buckets)
@@ -156,6 +158,9 @@ class Runtime:
             for bucket in self.trained.buckets:
                 bucket.gradients.adopt()  # memory of what was thrown away is not kept
             return before
+        if self._may_keep_mapped:  # from now on: what loading a model frees is not needed again
+            self._may_keep_mapped = False
+            keep_mapped()
         self._peers_may_read, mode = True, self._mode()
         if before.ended:
             self._cursor = self._begun(mode)

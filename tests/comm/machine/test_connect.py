@@ -541,14 +541,11 @@ def test_the_device_and_the_host_choose_the_transport_unless_it_is_passed(
     stand_ins = {"GlooComm": "messages", "BackendComm": "native", "_own_store": "a store"}
     for name, made in (stand_ins | {"shared_memory": "memory" if can_share else ""}).items():
         monkeypatch.setattr(connect_module, name, lambda *_, made=made: made)
-    kept_mapped: list[str] = []
-    monkeypatch.setattr(connect_module, "keep_mapped", lambda: kept_mapped.append(device))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     group: Any = None
     comm: object = connect_module._comm(group, torch.device(device), 1.0, IMMEDIATE, transport)
     assert comm == carrier
-    assert kept_mapped == [device] * (device == "cpu")
 
 
 def test_a_comm_comes_before_a_mesh_and_a_device_mesh_before_the_launcher(

@@ -22,7 +22,6 @@ from shardwise.comm.machine.accelerators import Accelerator, Backend, row
 from shardwise.comm.machine.devices import detect, device_module, device_of, imported
 from shardwise.comm.machine.environment import Launch, read_launch
 from shardwise.comm.machine.meeting import Meeting, new_client
-from shardwise.comm.malloc import keep_mapped
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.backend import BackendComm
 from shardwise.comm.transports.gloo import GlooComm
@@ -196,8 +195,6 @@ def _comm(
         raise ConfigError(f"transport is {transport!r}; choose one of {', '.join(TRANSPORTS)}.")
     if (size := dist.get_world_size(group)) == 1:
         return LocalComm(device)
-    if device.type == "cpu":
-        keep_mapped()
     rank = dist.get_rank(group)
     store = _own_store(group, rank)
     if transport == "native" or (transport == "auto" and device.type != "cpu"):

@@ -29,10 +29,9 @@ from shardwise.comm.machine.meeting import new_client, on_thread
 from shardwise.comm.transports.messages import MessagesComm
 from shardwise.comm.transports.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog.desync import NO_TAG, PROBE_TAG, Collective
-from shardwise.comm.watchdog.watchdog import Wait, Watchdog, weakly
+from shardwise.comm.watchdog.watchdog import POLL_INTERVAL, Wait, Watchdog, weakly
 
 IMMEDIATELY = timedelta(milliseconds=1)
-POLL_INTERVAL = 0.5  # seconds between two looks whether a wait for a long message has failed
 LONG = 256 << 10  # bytes of a collective from which a message may come in parts
 LAST_MESSAGES = timedelta(seconds=5)  # a rank that leaves waits so long for what it has sent
 
@@ -140,8 +139,7 @@ def close_connections(group: Any, peer: int) -> None:
 def probe_connection(group: Any, peer: int) -> None:
     """Raise ``RuntimeError`` if the connection to ``peer`` is closed; nobody receives the message.
 
-    When a connection closes, gloo fails every message of which nothing has been sent or received,
-    and leaves one that was on its way to its timeout.
+    When it closes, gloo fails messages that have not begun, and leaves one that has to its timeout.
     """
     group.send([torch.empty(1)], peer, PROBE_TAG)
 
