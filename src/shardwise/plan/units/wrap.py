@@ -39,7 +39,7 @@ __all__ = [
     "whole",
 ]
 
-JOINED_NBYTES = 4 << 20  # measured: benchmarks/RESULTS.md, "Small units"
+JOINED_NBYTES = 4 << 20  # measured: benchmarks/RESULTS.md, "Small programs beside DDP"
 
 ClassLike = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 ModuleLike = nn.Module | str | Iterable[nn.Module | str]
