@@ -17,7 +17,8 @@ import torch
 
 from shardwise.cli import main
 from shardwise.cli.train import unused_devices
-from shardwise.recipe.read import keys, read_recipe, to_yaml
+from shardwise.recipe.read import read_recipe, to_yaml
+from shardwise.recipe.recipe import keys
 from shardwise.train.job import Job
 from tests.forked import forked
 from tests.train.tiny import recipe_file

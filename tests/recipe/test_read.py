@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.recipe.read import flatten, keys, read_recipe, to_yaml
-from shardwise.recipe.recipe import Recipe
+from shardwise.recipe.read import flatten, read_recipe, to_yaml
+from shardwise.recipe.recipe import Recipe, keys
 from shardwise.train.batches import accumulation
 
 

@@ -23,8 +23,6 @@ from shardwise.plan.units.wrap import Wrap
 from shardwise.runtime.buffers import check_batch_norm
 from shardwise.setup.build import check_unsharded
 
-__all__ = ["shard"]
-
 
 @checked
 def shard(

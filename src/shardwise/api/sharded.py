@@ -48,8 +48,6 @@ from shardwise.setup.forwards import Forwards
 from shardwise.setup.unsharded import unsharded
 from shardwise.setup.whole_values import StateHooks, local_state, whole_copy
 
-__all__ = ["Sharded"]
-
 log = logging.getLogger("shardwise")
 
 

@@ -21,8 +21,6 @@ from shardwise.errors import ConfigError
 if TYPE_CHECKING:
     from shardwise.recipe.recipe import Recipe
 
-__all__ = ["commands"]
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

@@ -24,8 +24,6 @@ from shardwise.dialects import DIALECTS, Policy, Report, is_of_trainer, read, wr
 from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError, nearest
 
-__all__ = ["ConvertOptions", "run_convert_config"]
-
 
 @dataclass(frozen=True)
 class ConvertOptions:

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["COMMANDS", "CONTEXT_SETTINGS"]
-
 CONTEXT_SETTINGS = {"max_content_width": 100}
 
 # --- convert-config --------------------------------------------------------------------------

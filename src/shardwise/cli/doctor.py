@@ -30,8 +30,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch.error_files import write_error_file
 from shardwise.launch.launcher import exit_with_launcher, start
 
-__all__ = ["Examination", "run_doctor"]
-
 CPU_RANKS = 2  # of the conformance suite, where there is no accelerator
 
 

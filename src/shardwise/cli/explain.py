@@ -24,8 +24,6 @@ from shardwise.plan.draw import draw
 from shardwise.plan.printed import size
 from shardwise.train.optimizer import blocksize_of
 
-__all__ = ["About", "run_explain"]
-
 
 @dataclass(frozen=True)
 class About:

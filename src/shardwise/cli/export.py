@@ -30,8 +30,6 @@ from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import ConfigError
 from shardwise.plan.printed import size
 
-__all__ = ["ExportArguments", "parse_size", "run_export"]
-
 FileFormat = Literal["hf", "dcp", "pt"]
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 MAX_SIZE = 1 << 62  # bytes

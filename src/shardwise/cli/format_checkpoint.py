@@ -24,8 +24,6 @@ from shardwise.plan.printed import size
 from shardwise.plan.units.names import group_names
 from shardwise.train.records import plural
 
-__all__ = ["WIDTH", "dtype_name", "format_checkpoint", "format_damage", "format_run", "shorten"]
-
 WIDTH = 96
 NAME_WIDTH = 50  # characters of a name that stands in a column
 LABEL_WIDTH = 12

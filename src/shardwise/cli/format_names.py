@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["escape", "escape_lines", "escape_name"]
-
 
 def escape(text: object) -> str:
     """``text`` with control and invisible characters written as escapes.

@@ -35,8 +35,6 @@ from shardwise.train.records import (
     plural,
 )
 
-__all__ = ["clock", "format_record", "format_step"]
-
 MAX_RANK_COLUMNS = 4  # ranks that get a column each
 LABELLED = "of the places with a target only, some at a time"
 LABEL_WIDTH = 9  # width of the first word of a line

@@ -20,8 +20,6 @@ from shardwise.convert.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, dam
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.train.records import plural
 
-__all__ = ["InspectOptions", "run_inspect"]
-
 EXIT_OK, EXIT_PROBLEM, EXIT_ERROR = 0, 1, 2
 
 

@@ -11,8 +11,6 @@ from shardwise.cli.format_names import escape
 from shardwise.dialects.lint import DEFECTS, lint
 from shardwise.train.records import plural
 
-__all__ = ["run_lint", "run_rules"]
-
 
 def run_lint(paths: Sequence[Path]) -> int:
     """Print the findings of each file; returns the exit status, 1 if there is any."""

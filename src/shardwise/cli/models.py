@@ -26,8 +26,6 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.recipe.shipped import shipped
 from shardwise.tracing.stages import Inputs
 
-__all__ = ["Named", "named_model"]
-
 FOR_TRANSFORMERS = {"input_ids": torch.zeros(1, 16, dtype=torch.int64), "use_cache": False}
 
 

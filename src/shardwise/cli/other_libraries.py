@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["without_their_noise"]
-
 WARNINGS = (
     # Of torch, about a module hook that a peer's death interrupts; our error says more.
     "module forward hook with ``always_call=True``",

@@ -19,8 +19,6 @@ from rich.text import Text
 from shardwise.cli.format_records import format_record, format_step
 from shardwise.train.records import Built, Emit, Prepared, PreparedSamples, Record, Stepped
 
-__all__ = ["reporter"]
-
 
 @contextmanager
 def reporter(log_every: int, restarted: bool = False) -> Iterator[Emit]:

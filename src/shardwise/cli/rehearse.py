@@ -15,8 +15,6 @@ from shardwise.recipe.read import to_yaml
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.rehearsal import RANKS, Rehearsal
 
-__all__ = ["run_rehearsal"]
-
 
 def run_rehearsal(recipe: Recipe) -> None:
     """Print what is smaller, run it twice, and print what that proves.

@@ -17,8 +17,6 @@ from shardwise.checkpoint.recognise import CHECKPOINTS, LATEST, files_in, step_o
 from shardwise.checkpoint.run_folder import check_complete, read_manifest, saved_in
 from shardwise.errors import CheckpointError
 
-__all__ = ["Listed", "Run", "checkpoint_of", "folder_of_run", "meant", "survey"]
-
 log = logging.getLogger("shardwise")
 
 

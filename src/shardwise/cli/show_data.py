@@ -29,8 +29,6 @@ from shardwise.train.streams import StreamedRows
 if TYPE_CHECKING:
     from shardwise.recipe.recipe import Recipe
 
-__all__ = ["run_data_show"]
-
 TEMPLATES = {
     "text": "none, documents one after the other",
     "completion": "prompt, then completion",

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["table", "terminal_width"]
-
 LINE_WIDTH = 100_000  # characters of a line: nothing is cut or wrapped, wherever it is printed
 
 

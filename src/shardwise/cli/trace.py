@@ -17,8 +17,6 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.plan.draw import mesh_of
 from shardwise.tracing.stages import Stage, Trace, trace
 
-__all__ = ["Asked", "run_trace", "side_by_side"]
-
 STAR_LINE = "*" * 56  # between the forward and the backward program
 SIDE = 62  # characters of one side
 FOLDED = 3  # equal lines that are shown around a difference

@@ -35,8 +35,6 @@ from shardwise.train.requests import SignalRequests
 from shardwise.train.start import Attempt, Start, decide_start, finished_steps
 from shardwise.train.streams import streams_per_rank
 
-__all__ = ["LaunchOptions", "run_train", "unused_devices"]
-
 
 @dataclass(frozen=True)
 class LaunchOptions:

@@ -10,8 +10,6 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 
-__all__ = ["ActivationCheckpointing", "NamedUnits"]
-
 NamedUnits = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 """Units by their classes, class names, or patterns of their names as ``fnmatch`` reads them."""
 

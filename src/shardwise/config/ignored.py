@@ -11,8 +11,6 @@ from torch import nn
 
 from shardwise.errors import ConfigError, nearest
 
-__all__ = ["Ignored", "ignored_params"]
-
 Ignored = Collection[nn.Module | nn.Parameter | str]
 """Modules and parameters of a model, or their full names; of a module all parameters."""
 

@@ -8,8 +8,6 @@ from functools import cached_property
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 
-__all__ = ["Placement"]
-
 AXES = ("shard", "replicate")
 
 

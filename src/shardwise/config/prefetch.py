@@ -8,8 +8,6 @@ from typing import Literal
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 
-__all__ = ["Prefetch"]
-
 
 @checked
 @dataclass(frozen=True)

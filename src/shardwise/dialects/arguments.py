@@ -10,8 +10,6 @@ from shardwise.dialects.interpret import Report
 from shardwise.recipe.shard_arguments import checkpointing_of, wrap_of
 from shardwise.recipe.sharding_config import ShardingConfig
 
-__all__ = ["shard_arguments"]
-
 
 def shard_arguments(report: Report) -> dict[str, Any]:
     """Return the arguments of ``sw.shard(model, …)``; keys that are not used have none.

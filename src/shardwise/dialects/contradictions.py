@@ -8,8 +8,6 @@ from typing import NamedTuple
 from shardwise.dialects.policy import FILL_IN, TRACKERS, Policy
 from shardwise.recipe.data_config import COLUMNS, HUB
 
-__all__ = ["CONTRADICTIONS", "MISSING", "NEEDED", "NOTES", "UNREAD", "Rule"]
-
 
 class Rule(NamedTuple):
     """The field whose key is reported, the reason, and when."""

@@ -21,8 +21,6 @@ from shardwise.dialects.settings import Expression
 from shardwise.errors import ConfigError, nearest
 from shardwise.recipe.recipe import keys
 
-__all__ = ["Entry", "Report", "Written", "guess", "is_of_trainer", "read", "write"]
-
 _OURS = DIALECTS["recipe"]
 _OFF: tuple[Any, ...] = (None, False, (), "no", "local")  # needs no option of an engine
 _COMPUTED = "it is computed when this runs"

@@ -13,8 +13,6 @@ from typing import Any
 
 from shardwise.dialects.settings import Expression
 
-__all__ = ["flatten", "nest"]
-
 
 def flatten(value: Any, words: str = "", prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Each key with its value, in order.

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["FILL_IN", "TRACKERS", "Policy"]
-
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow")
 FILL_IN = "FILL-IN"
 """What a recipe needs and the configuration does not show."""

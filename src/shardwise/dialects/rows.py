@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 from shardwise.dialects.policy import FILL_IN, TRACKERS
 from shardwise.recipe.data_config import BUILDERS, COLUMNS, HUB
 
-__all__ = ["DIALECTS", "Converter", "Dialect", "Outside", "Row", "fold"]
-
 
 class Converter(NamedTuple):
     """Both directions of a value, a ``ValueError`` if it does not know one; what ``None`` means.

@@ -20,16 +20,6 @@ import yaml
 
 from shardwise.recipe.data_config import COLUMNS
 
-__all__ = [
-    "POSITIONAL",
-    "Expression",
-    "Setting",
-    "dotted",
-    "of_command",
-    "of_configuration",
-    "of_program",
-]
-
 
 class Expression(str):
     """The text of a value that the program or the shell computes."""

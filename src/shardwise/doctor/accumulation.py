@@ -10,8 +10,6 @@ from shardwise.plan import order
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.schedule.events import Mode, Op
 
-__all__ = ["Accumulated", "accumulated"]
-
 
 @dataclass(frozen=True)
 class Accumulated:

@@ -32,8 +32,6 @@ from shardwise.config.precision import Precision, dtype_name
 from shardwise.config.strategies import STRATEGIES
 from shardwise.errors import RanksDisagree
 
-__all__ = ["CHECKS", "Result", "conform"]
-
 SIZES = (1, 513, 65_537)  # elements of a rank's piece; XCCL's AVG was wrong for some sizes only
 ROWS = 4  # of a batch, on each rank
 STEPS = 3

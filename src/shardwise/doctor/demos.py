@@ -14,8 +14,6 @@ from shardwise.comm.transports import threads
 from shardwise.config.strategies import STRATEGIES
 from shardwise.plan.printed import size
 
-__all__ = ["demonstrate"]
-
 WORLD = 2
 
 

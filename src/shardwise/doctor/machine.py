@@ -21,16 +21,6 @@ from shardwise.errors import ConfigError
 from shardwise.launch.launcher import available_cores
 from shardwise.torch_internals.self_tests import NEWEST_TESTED
 
-__all__ = [
-    "Devices",
-    "Package",
-    "Variable",
-    "device_name",
-    "devices",
-    "packages",
-    "variables",
-]
-
 
 @dataclass(frozen=True)
 class Package:

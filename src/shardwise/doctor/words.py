@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from shardwise.errors import ConfigError, nearest
 
-__all__ = ["Word", "find", "words"]
-
 
 class Word(NamedTuple):
     """A word of the field.

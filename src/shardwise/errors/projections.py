@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shardwise.errors import nearest
 
-__all__ = ["instead"]
-
 FAMILIES = (
     "q_proj query wq q to_q q_lin query_proj",
     "k_proj key wk k to_k k_lin key_proj",

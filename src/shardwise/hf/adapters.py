@@ -43,17 +43,6 @@ if TYPE_CHECKING:
 
     from shardwise.api.sharded import Sharded
 
-__all__ = [
-    "add_adapter",
-    "check_adapter",
-    "init_adapter",
-    "is_adapters",
-    "is_layer",
-    "load_adapter",
-    "read_adapter",
-    "save_adapter",
-]
-
 log = logging.getLogger("shardwise")
 
 INITIAL = (True, False, "gaussian", "orthogonal")

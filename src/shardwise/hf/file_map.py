@@ -23,8 +23,6 @@ from shardwise.checkpoint.reader import TensorLocation
 from shardwise.checkpoint.safetensors_format import Stored, code_of, dtype_of
 from shardwise.errors import CheckpointError
 
-__all__ = ["Conversion", "FileMap", "map_files"]
-
 
 @dataclass(frozen=True, eq=False)
 class Conversion:

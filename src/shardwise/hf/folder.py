@@ -13,8 +13,6 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
-__all__ = ["CONFIG", "SMALL", "config_of", "dtype_on_hub", "locate", "tokenizer_of"]
-
 CONFIG = "config.json"
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 """Patterns of configuration and tokenizer."""

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from shardwise.api.sharded import Sharded
 
-__all__ = ["TESTED", "causal_model", "head_of", "in_place_of_logits", "why_all_logits"]
-
 TESTED = frozenset({
     *("Decoder", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GemmaForCausalLM", "LlamaForCausalLM"),
     *("MistralForCausalLM", "MixtralForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM"),

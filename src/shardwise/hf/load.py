@@ -60,8 +60,6 @@ from shardwise.plan.units.wrap import Wrap
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["Changes", "LoadedModel", "load", "on_meta"]
-
 log = logging.getLogger("shardwise")
 
 _GLOBALS = threading.Lock()  # transformers and torch change them: default dtype, random generator

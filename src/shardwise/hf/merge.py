@@ -22,8 +22,6 @@ from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.hf.adapters import check_adapter, is_layer, read_adapter
 
-__all__ = ["merged_weights"]
-
 Make = Callable[[], Tensor]
 
 

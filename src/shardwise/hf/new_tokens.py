@@ -14,8 +14,6 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["add_tokens"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shardwise.api.sharded import Sharded
 
-__all__ = ["config_text", "on_meta", "peft_names", "stored_names"]
-
 
 def on_meta(sharded: Sharded) -> dict[str, Tensor]:
     """A tensor of the whole shape for each name of a parameter, each its own object."""

@@ -18,17 +18,6 @@ from shardwise.errors import ConfigError
 from shardwise.memory.shard_tensor.adapter_order import ORDER, has_adapter
 from shardwise.memory.sharding import sharding_of
 
-__all__ = [
-    "Prepared",
-    "check_compute",
-    "check_config",
-    "check_devices",
-    "check_order",
-    "packed_elements",
-    "prepare",
-    "quantized_layers",
-]
-
 
 @dataclass(frozen=True)
 class Prepared:

@@ -28,8 +28,6 @@ from shardwise.hf.preparation import (
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.printed import size
 
-__all__ = ["Quantized", "Read", "adopt", "quantize", "quantize_codes", "report", "share_scales"]
-
 CONV1D = "transformers.pytorch_utils.Conv1D"
 """GPT-2's linear layer, whose weight is ``[in, out]``."""
 

@@ -29,8 +29,6 @@ from transformers import BitsAndBytesConfig
 from shardwise.config.precision import dtype_name
 from shardwise.errors import ConfigError
 
-__all__ = ["Linear4bit", "Linear8bit", "adopted"]
-
 BLOCK = 64  # values for each absmax: bitsandbytes' default, which transformers cannot change
 NESTED = 256  # absmax for each nested one
 

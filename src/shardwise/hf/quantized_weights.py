@@ -18,8 +18,6 @@ from shardwise.hf.file_map import FileMap
 from shardwise.hf.preparation import prepare, quantized_layers
 from shardwise.hf.quantized import Quantized, quantize, quantize_codes, share_scales
 
-__all__ = ["QuantizedWeights"]
-
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights:

@@ -11,8 +11,6 @@ from shardwise.hf.file_map import FileMap
 from shardwise.hf.preparation import packed_elements
 from shardwise.plan.printed import size
 
-__all__ = ["Report"]
-
 SHOWN = 4  # names in a line
 
 

@@ -22,8 +22,6 @@ from shardwise.errors.projections import instead
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["Match", "Matches", "match_targets", "trainable_line"]
-
 
 @dataclass(frozen=True)
 class Match:

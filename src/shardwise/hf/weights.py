@@ -22,8 +22,6 @@ from shardwise.errors import CheckpointError
 from shardwise.hf.file_map import Conversion, FileMap
 from shardwise.optim.sharded_model import ShardedModel
 
-__all__ = ["check_twice", "read"]
-
 Parts = Mapping[Tensor, tuple[Tensor, int]]
 """This rank's part of a tensor of the model, and which element of the whole its first one is."""
 

@@ -20,15 +20,6 @@ from pathlib import Path
 
 from shardwise.errors import RanksDisagree, ShardwiseError
 
-__all__ = [
-    "ERROR_FILE",
-    "RankFailure",
-    "os_error_message",
-    "record_errors",
-    "root_cause",
-    "write_error_file",
-]
-
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: path of a rank's error file
 
 _ADVICE = {

@@ -36,15 +36,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch.error_files import ERROR_FILE, RankFailure, root_cause
 from shardwise.launch.signals import Handler, signal_handlers
 
-__all__ = [
-    "EXIT_STOPPED",
-    "available_cores",
-    "default_environment",
-    "exit_with_launcher",
-    "launch_attempt",
-    "start",
-]
-
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped as asked; start the same again
 RESTART_COUNT, RUN_ID = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
 LIFELINE = "SHARDWISE_LIFELINE"

@@ -10,8 +10,6 @@ import socket
 
 from shardwise.errors import ConfigError
 
-__all__ = ["free_port"]
-
 LAST = 65_535
 
 

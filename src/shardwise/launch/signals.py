@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["save_and_stop_signals", "signal_handlers"]
-
 GRACE = 2.0  # seconds
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 
-__all__ = ["EMA"]
-
 KEY = "ema"  # in the state of each parameter
 
 

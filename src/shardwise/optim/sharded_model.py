@@ -12,8 +12,6 @@ from shardwise.comm.protocol import Comm
 from shardwise.config.placement import Placement
 from shardwise.memory.parameters import Bucket
 
-__all__ = ["ShardedModel"]
-
 
 @runtime_checkable
 class ShardedModel(Protocol):

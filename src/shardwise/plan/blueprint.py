@@ -24,8 +24,6 @@ from shardwise.plan.spec import BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.plan.units.units import Units, choose_units
 from shardwise.plan.units.wrap import Wrap, automatic
 
-__all__ = ["Blueprint", "draw_on"]
-
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:

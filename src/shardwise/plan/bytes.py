@@ -22,8 +22,6 @@ from shardwise.plan.draw import draw, mesh_of
 from shardwise.plan.schedule.events import Event, Op
 from shardwise.plan.spec import BucketSpec
 
-__all__ = ["OPTIMIZERS", "Kept", "blueprints", "kept", "table_of"]
-
 OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 """Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises

@@ -20,8 +20,6 @@ from shardwise.plan.blueprint import Blueprint, draw_on
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.wrap import Wrap
 
-__all__ = ["draw", "mesh_of", "name_of", "of_shape"]
-
 
 def of_shape(dtype: torch.dtype, *shape: int) -> Tensor:
     """A tensor of this shape without memory."""

@@ -19,8 +19,6 @@ from shardwise.plan.schedule.events import Cue, Op, Order, Phase
 from shardwise.plan.units.units import Units
 from shardwise.torch_internals import buffers_of, parameters_of, tree_map_only
 
-__all__ = ["guess", "mirror", "rehearse"]
-
 UnitNames = Mapping[nn.Module, str]  # the unit that a module's forward uses
 
 

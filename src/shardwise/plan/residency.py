@@ -17,8 +17,6 @@ from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.selection import select
 from shardwise.plan.units.units import Units
 
-__all__ = ["with_residency"]
-
 Specs = Mapping[str, Sequence[BucketSpec]]
 
 

@@ -28,8 +28,6 @@ from shardwise.plan.schedule.events import Policy, UnitBytes
 from shardwise.plan.units.units import Member, Unit
 from shardwise.plan.views import Views
 
-__all__ = ["Allocation", "BucketSpec", "bytes_of", "cut_at_multiples", "policy_of", "specs_of"]
-
 
 @dataclass(frozen=True)
 class Allocation:

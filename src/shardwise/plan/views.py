@@ -14,8 +14,6 @@ from torch import Tensor
 
 from shardwise.torch_internals import split_flat
 
-__all__ = ["Views", "addresses_of", "shapes_of"]
-
 
 class Views:
     """The views of flat buffers of ``numel`` elements: call it with such a buffer.

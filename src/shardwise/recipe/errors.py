@@ -14,8 +14,6 @@ from pydantic import BaseModel, ValidationError
 from shardwise.recipe.key_suggestions import suggestions
 from shardwise.recipe.recipe import Recipe, keys
 
-__all__ = ["ValueOrigins", "did_you_mean", "error_messages", "known_keys"]
-
 KeyPath = tuple[str, ...]
 
 _RULES = {

@@ -10,8 +10,6 @@ from difflib import SequenceMatcher
 
 from shardwise.errors.synonyms import OTHER_NAMES, option_key
 
-__all__ = ["SYNONYMS", "suggestions"]
-
 MIN_SIMILARITY = 2 / 3  # of 1; less similar keys are not suggested
 MAX_GAP = 0.1  # below the highest similarity
 

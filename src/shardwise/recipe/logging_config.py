@@ -8,8 +8,6 @@ from pydantic import Field
 
 from shardwise.recipe.section import Section
 
-__all__ = ["LoggingConfig"]
-
 
 class LoggingConfig(Section):
     """Trackers that get the run's numbers; metrics.jsonl is always written."""

@@ -18,10 +18,8 @@ from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
 from shardwise.recipe.errors import ValueOrigins, did_you_mean, error_messages, known_keys
-from shardwise.recipe.recipe import Key, Recipe, keys
+from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shipped import path_of, shipped
-
-__all__ = ["Key", "flatten", "keys", "read_recipe", "set_key", "to_yaml"]
 
 KeyPath = tuple[str, ...]
 Tree = dict[str, Any]

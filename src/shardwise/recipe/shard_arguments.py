@@ -12,8 +12,6 @@ from shardwise.plan.units import wrap as wraps
 from shardwise.plan.units.wrap import Wrap
 from shardwise.recipe.sharding_config import ShardingConfig
 
-__all__ = ["checkpointing_of", "shard_arguments", "wrap_of"]
-
 
 def shard_arguments(config: ShardingConfig) -> dict[str, Any]:
     """All arguments but the model, the comm and what initialises the model."""

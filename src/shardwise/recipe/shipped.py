@@ -6,8 +6,6 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 
-__all__ = ["path_of", "shipped", "write_copy"]
-
 _PACKAGE = Path(__file__).parents[1]
 
 

@@ -35,8 +35,6 @@ from shardwise.setup.materialise import checksums, give_memory, give_values, syn
 from shardwise.setup.overlaps import check_overlaps, is_expanded
 from shardwise.torch_internals import buffers_of
 
-__all__ = ["check_unsharded", "cut", "facts", "uncut", "warn_of_copies", "warn_of_one_unit"]
-
 log = logging.getLogger("shardwise")
 
 GIVEN_BACK = 1 << 18

@@ -22,8 +22,6 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.plan.units.units import Units
 from shardwise.torch_internals import is_compiled
 
-__all__ = ["backend_of", "check_not_compiled", "compile_forward", "compiled_modules"]
-
 log = logging.getLogger("shardwise")
 
 

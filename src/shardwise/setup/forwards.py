@@ -31,8 +31,6 @@ from shardwise.setup.recompute import (
     recompute,
 )
 
-__all__ = ["Forwards"]
-
 Replaced = tuple[str, Sequence[nn.Module], Callable[[nn.Module], Callable[..., Any]]]
 """What to print, the modules, and what makes the new ``forward`` of one from the present one."""
 

@@ -22,8 +22,6 @@ from shardwise.errors import ConfigError
 from shardwise.plan.units.units import Unit
 from shardwise.torch_internals import buffers_of, parameters_of
 
-__all__ = ["checksums", "give_memory", "give_values", "sync"]
-
 
 def give_values(
     model: nn.Module,

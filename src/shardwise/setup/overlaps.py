@@ -16,8 +16,6 @@ from torch.nn.parameter import is_lazy
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import storage_key
 
-__all__ = ["check_overlaps", "is_expanded"]
-
 Named = tuple[str, Tensor]
 
 

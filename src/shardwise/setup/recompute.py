@@ -23,8 +23,6 @@ from shardwise.plan.units.selection import select
 from shardwise.plan.units.units import Unit
 from shardwise.torch_internals import storage_key
 
-__all__ = ["check_own_checkpointing", "offload", "picked", "recompute"]
-
 Forward = Callable[..., Any]
 
 

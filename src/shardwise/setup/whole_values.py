@@ -20,8 +20,6 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.torch_internals import ASSIGN, disable_torch_function, parameters_of
 
-__all__ = ["StateHooks", "local_state", "whole_copy"]
-
 
 class StateHooks:
     """Makes ``state_dict()`` and ``load_state_dict()`` of a sharded model use whole tensors.

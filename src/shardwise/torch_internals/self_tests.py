@@ -20,8 +20,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwise.errors import ConfigError
 
-__all__ = ["NEWEST_TESTED", "decide_on_newer_torch"]
-
 #: The newest release of torch that was tested, as far as RESULTS.md says.
 NEWEST_TESTED = "2.15"
 

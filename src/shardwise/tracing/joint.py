@@ -30,8 +30,6 @@ from shardwise.runtime.pytrees import cast, cast_where_needed, tensors
 from shardwise.torch_internals import FakeTensorMode, tree_leaves, tree_map
 from shardwise.tracing.watch import Placed, Watch
 
-__all__ = ["Joint", "tensor_leaves", "trace_joint"]
-
 _ONE_AT_A_TIME = Lock()
 """torch's tracer keeps its state in the process, and ranks may be threads."""
 

@@ -27,8 +27,6 @@ from shardwise.tracing.operations import (
 )
 from shardwise.tracing.program import Collective
 
-__all__ = ["Lines", "identifier"]
-
 
 def identifier(prefix: str, name: str) -> str:
     """``("shard", "blocks.0") → "shard_blocks_0"``."""

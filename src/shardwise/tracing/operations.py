@@ -19,21 +19,6 @@ from shardwise.comm.protocol import Comm, Label, Pending
 from shardwise.comm.reduction import PendingReduction, Reduction
 from shardwise.errors import ScheduleError
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "Gathering",
-    "all_gather",
-    "axes_of",
-    "free",
-    "gradient_bucket",
-    "load",
-    "part",
-    "reduce_scatter",
-    "store",
-    "synchronize",
-    "wait",
-]
-
 
 class Gathering(NamedTuple):
     """An all-gather in flight: ``full``, ``[W * S]``, is complete once ``pending`` was awaited."""

@@ -20,8 +20,6 @@ from shardwise.config.precision import dtype_name
 from shardwise.torch_internals import OpOverload
 from shardwise.tracing import operations
 
-__all__ = ["Collective", "Program"]
-
 WIDEST = 72  # characters of code before comments, where a line is not longer
 
 

@@ -20,8 +20,6 @@ from shardwise.errors.arguments import checked
 from shardwise.plan.printed import Schedule
 from shardwise.plan.schedule.events import Event, Op
 
-__all__ = ["Recording", "Timed", "record"]
-
 
 class Timed(NamedTuple):
     """An event and when it was done, in seconds since the recording began."""

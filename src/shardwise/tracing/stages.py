@@ -44,8 +44,6 @@ from shardwise.tracing.operations import IMPLEMENTATIONS, axes_of, synchronize
 from shardwise.tracing.program import Collective, Program
 from shardwise.tracing.writer import DETACH, write
 
-__all__ = ["Ran", "Stage", "Trace", "trace"]
-
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 

@@ -24,8 +24,6 @@ from shardwise.torch_internals import (
     sequence_number,
 )
 
-__all__ = ["Placed", "Watch"]
-
 
 class Placed(NamedTuple):
     """A cue, and the number of the graph's nodes that lie before it."""

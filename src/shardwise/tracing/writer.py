@@ -37,8 +37,6 @@ from shardwise.tracing.joint import Joint
 from shardwise.tracing.lines import Lines, identifier
 from shardwise.tracing.operations import free, gradient_bucket, part
 
-__all__ = ["Half", "write"]
-
 DETACH = torch.ops.aten.detach.default  # autograd has run already, so there is nothing to hide
 
 

@@ -27,18 +27,6 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import BatchConfig
 from shardwise.train.tokenizer import Tokens
 
-__all__ = [
-    "Batches",
-    "MicroBatch",
-    "RowSource",
-    "Rows",
-    "accumulation",
-    "evenly_spaced",
-    "joined",
-    "permutation",
-    "rank_batches",
-]
-
 IGNORED = -100  # ignore_index of F.cross_entropy
 
 Indices = NDArray[np.int64]

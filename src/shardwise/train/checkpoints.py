@@ -37,8 +37,6 @@ from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
 from shardwise.train.streams import Position
 from shardwise.train.tokenizer import FILE
 
-__all__ = ["Checkpoints", "RunState", "is_due"]
-
 
 @dataclass(frozen=True)
 class RunState:

@@ -15,8 +15,6 @@ from torch import Tensor
 from shardwise.comm.protocol import Comm, Label
 from shardwise.train.tokenizer import Tokens
 
-__all__ = ["all_gather_floats", "broadcast_text", "broadcast_tokens"]
-
 
 def broadcast_tokens(comm: Comm, values: Tokens | None, what: str) -> Tokens:
     """Rank 0's ``values`` (int32, any length) on every rank; the others pass ``None``."""

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 from shardwise.errors import ConfigError, nearest
 from shardwise.recipe.data_config import COLUMNS, DataConfig
 
-__all__ = ["Message", "Messages", "Prompted", "Sample", "alpaca", "check_columns", "sample"]
-
 ALPACA = (
     "Below is an instruction that describes a task{input}. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{instruction}\n\n"

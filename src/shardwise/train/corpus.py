@@ -21,8 +21,6 @@ from shardwise.recipe.data_config import DataConfig
 from shardwise.train.formats import Skipped, documents
 from shardwise.train.records import LeftOut, plural
 
-__all__ = ["Corpus", "Split", "is_held_out", "read_corpus", "readable", "source_files", "split"]
-
 STDLIB = "stdlib"
 # Tests are mostly data, encodings are character tables, packages are not the standard library.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages"}

@@ -35,8 +35,6 @@ from shardwise.train.streams import StreamedRows
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Data", "prepare"]
-
 
 @dataclass(frozen=True)
 class Data:

@@ -27,8 +27,6 @@ from torch.nn import functional as F
 
 from shardwise.recipe.model_config import ModelConfig
 
-__all__ = ["Block", "Decoder", "initialiser"]
-
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [length, size] each
 
 INIT_STD = 0.02  # standard deviation of every matrix at the start, as in GPT-2

@@ -18,8 +18,6 @@ from shardwise.train.length import times_due
 from shardwise.train.memory_estimate import MOMENTS
 from shardwise.train.optimizer import blocksize_of
 
-__all__ = ["check_disk", "checkpoint_bytes"]
-
 
 def check_disk(job: Job, checkpoints: Path) -> None:
     """Raise ``ConfigError`` if the checkpoints to come and the model do not fit on the disk.

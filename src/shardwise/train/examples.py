@@ -31,8 +31,6 @@ from shardwise.train.tokenizer import ENCODE_BATCH
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Tokenized", "Written", "chat_template", "tokenize", "write"]
-
 Marks = NDArray[np.bool_]
 
 

@@ -31,17 +31,6 @@ from shardwise.checkpoint.folder import checkpoints, remove, remove_stale_partia
 from shardwise.checkpoint.recognise import LATEST, is_broken
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "ADAPTER",
-    "CHECKPOINTS",
-    "METRICS",
-    "RECIPE",
-    "RESULTS",
-    "Folder",
-    "errors_naming",
-    "locate",
-]
-
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"

@@ -20,8 +20,6 @@ from shardwise.optim.blockwise import SCALES, TABLES, without_tables
 from shardwise.train.collectives import all_gather_floats
 from shardwise.train.records import Bytes, Placed
 
-__all__ = ["footprint", "storage_bytes"]
-
 KINDS = ("parameters", "gradients", "optimizer state")
 
 

@@ -23,8 +23,6 @@ from typing import IO, Any, cast
 
 from shardwise.errors import ConfigError, nearest
 
-__all__ = ["Skipped", "documents"]
-
 HEAD_BYTES = 8192  # bytes; a zero byte in them means that the file is binary, as for git
 BLOCK = 1 << 20  # bytes of text read at once
 MAX_ROW = 1 << 24  # bytes; a longer row of JSON is left out

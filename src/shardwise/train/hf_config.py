@@ -16,8 +16,6 @@ from shardwise.train.data import Data
 from shardwise.train.job import Job
 from shardwise.train.tokenizer import end_id, transformers_config
 
-__all__ = ["WEIGHTS", "config_files", "config_texts", "llama_config"]
-
 WEIGHTS = "model.safetensors"
 
 

@@ -28,8 +28,6 @@ from shardwise.train.learning_rate import learning_rate
 from shardwise.train.optimizer import optimizer_of
 from shardwise.train.streams import StreamBatches, StreamedRows
 
-__all__ = ["Job", "build"]
-
 
 @dataclass(frozen=True)
 class Job:

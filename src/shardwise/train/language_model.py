@@ -24,8 +24,6 @@ from shardwise.train.batches import IGNORED, MicroBatch
 from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.optimizer import blocksize_of
 
-__all__ = ["build", "logits", "summed", "summed_loss"]
-
 ROWS = 128  # places whose logits are measured at a time
 
 

@@ -10,8 +10,6 @@ import math
 
 from shardwise.recipe.recipe import OptimizerConfig
 
-__all__ = ["learning_rate", "preview"]
-
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """The learning rate of step ``step`` (the first is 0) of ``steps``.

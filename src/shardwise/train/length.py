@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from shardwise.recipe.recipe import Recipe
 
-__all__ = ["in_steps", "is_multiple", "notes", "times_due"]
-
 
 def in_steps(recipe: Recipe, rows: int) -> Recipe:
     """The recipe with lengths in steps where it has them in epochs.

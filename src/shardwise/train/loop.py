@@ -61,8 +61,6 @@ from shardwise.train.throughput import Throughput, memory_in_use
 from shardwise.train.trackers import check_installed
 from shardwise.train.validation import Validation
 
-__all__ = ["Outcome", "train"]
-
 T = TypeVar("T")
 
 

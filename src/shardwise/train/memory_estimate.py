@@ -28,8 +28,6 @@ from shardwise.train import model_folder
 from shardwise.train.optimizer import blocksize_of
 from shardwise.train.records import Predicted
 
-__all__ = ["StateBytes", "check_memory", "machine_memory", "predict", "state_bytes"]
-
 MIN_VOCABULARY = 257  # what every tokenizer has; a recipe's number may be more than its text gives
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MOMENTS = 2  # of AdamW, per parameter

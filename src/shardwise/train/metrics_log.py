@@ -22,8 +22,6 @@ from typing import Any
 from shardwise.train.folder import Folder, errors_naming
 from shardwise.train.records import Evaluated, Record, Stepped
 
-__all__ = ["MetricsLog", "lines_until"]
-
 PLOTTED = {"stepped": Stepped, "evaluated": Evaluated}
 
 

@@ -24,8 +24,6 @@ from shardwise.train.optimizer import blocksize_of
 if TYPE_CHECKING:
     from shardwise.hf import Changes
 
-__all__ = ["files", "load", "locate", "on_meta", "with_tokenizer"]
-
 
 def locate(recipe: Recipe) -> Path:
     """The folder that ``model.from`` names. Raises ``ConfigError`` if it cannot be had."""

@@ -14,8 +14,6 @@ from shardwise.errors import ConfigError
 from shardwise.optim.fused import AdamW
 from shardwise.recipe.recipe import OptimizerConfig
 
-__all__ = ["blocksize_of", "optimizer_of", "parameter_groups"]
-
 
 def parameter_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float

@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 from shardwise.train.batches import IGNORED, Indices, MicroBatch
 from shardwise.train.tokenizer import Tokens
 
-__all__ = ["Examples", "SampleRows", "pack"]
-
 PADDING_ID = 0
 
 

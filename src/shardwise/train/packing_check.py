@@ -16,8 +16,6 @@ from shardwise.train.batches import MicroBatch
 from shardwise.train.decoder import Decoder
 from shardwise.train.language_model import logits
 
-__all__ = ["check_packing"]
-
 LENGTH = 8  # tokens of each of the two samples
 
 

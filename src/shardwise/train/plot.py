@@ -16,8 +16,6 @@ from shardwise.train.records import Evaluated, Record, Stepped
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_loss", "smoothed"]
-
 INK, TRAINING, VALIDATION = "#222222", "#4477aa", "#cc6677"
 PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 

@@ -9,31 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = [
-    "Built",
-    "Busy",
-    "Bytes",
-    "Complete",
-    "Emit",
-    "Evaluated",
-    "Finished",
-    "LeftOut",
-    "Placed",
-    "Predicted",
-    "Prepared",
-    "PreparedSamples",
-    "Record",
-    "Replaced",
-    "Resumed",
-    "Sampled",
-    "Saved",
-    "Stepped",
-    "Stopped",
-    "Streamed",
-    "Warned",
-    "plural",
-]
-
 
 def plural(number: int, noun: str) -> str:
     """``1 file``, ``1,200 files``."""

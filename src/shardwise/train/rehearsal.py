@@ -25,8 +25,6 @@ from shardwise.train.folder import METRICS, Folder
 from shardwise.train.model_folder import with_tokenizer
 from shardwise.train.validation import Validation
 
-__all__ = ["Rehearsal"]
-
 Tree = dict[str, Any]
 RANKS = 2
 _TEXT = {"data.source": "stdlib", "data.field": "text", "data.max_bytes": 300_000}

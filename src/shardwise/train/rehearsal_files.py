@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODEL", "SAMPLES", "base", "samples"]
-
 _MODULES = ("bisect", "colorsys", "fnmatch", "heapq", "keyword", "shlex", "shutil", "statistics")
 _SHAPE = {
     "hidden_size": 64,

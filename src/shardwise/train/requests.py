@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-__all__ = ["FileRequests", "Request", "SignalRequests", "combined"]
-
 
 class Request(enum.IntEnum):
     """A greater value includes the lesser ones."""

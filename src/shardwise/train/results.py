@@ -24,8 +24,6 @@ from shardwise.train.sample import sample
 from shardwise.train.streams import StreamedRows
 from shardwise.train.tokenizer import of_transformers
 
-__all__ = ["export", "files_of", "result_files"]
-
 
 def export(
     job: Job, data: Data, logger: RunLogger, tokens_per_second: float, save_error: str

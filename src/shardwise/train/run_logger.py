@@ -31,8 +31,6 @@ from shardwise.train.start import (
 )
 from shardwise.train.trackers import Trackers
 
-__all__ = ["RunLogger"]
-
 WarningQueue = SimpleQueue[tuple[Warned, bool]]  # and whether it was already emitted
 BUSY_AFTER = 2.0  # seconds
 

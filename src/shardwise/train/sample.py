@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from shardwise.recipe.recipe import Recipe
 
-__all__ = ["generate", "sample"]
-
 CODE, QUESTION = "def ", "Write a function that adds two numbers."
 
 

@@ -30,18 +30,6 @@ from shardwise.train.sources import read_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Arrays",
-    "SampleData",
-    "SampleSplit",
-    "TokenizedSplit",
-    "in_rows",
-    "read_sample_data",
-    "read_samples",
-    "tokenize_split",
-    "window_rows",
-]
-
 logger = logging.getLogger(__name__)
 
 Arrays = tuple[NDArray[Any], ...]

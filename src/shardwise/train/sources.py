@@ -16,8 +16,6 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import BUILDERS, HUB
 
-__all__ = ["hub_dataset", "read_rows", "readable_rows", "stream_rows"]
-
 
 def read_rows(source: str, split: str) -> list[dict[str, Any]]:
     """The rows of a source, in order.

@@ -29,23 +29,10 @@ import yaml
 
 from shardwise.checkpoint.folder import checkpoints
 from shardwise.errors import ConfigError
-from shardwise.recipe.read import flatten, keys
-from shardwise.recipe.recipe import Recipe
+from shardwise.recipe.read import flatten
+from shardwise.recipe.recipe import Recipe, keys
 from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE, locate
 from shardwise.train.records import plural
-
-__all__ = [
-    "FIRST_ATTEMPT",
-    "IDENTITY_KEYS",
-    "OVERWRITE_HINT",
-    "Attempt",
-    "Start",
-    "check_same_run",
-    "decide_start",
-    "differences",
-    "finished_steps",
-    "holds_run",
-]
 
 IDENTITY_KEYS = (
     "model",

@@ -23,8 +23,6 @@ from shardwise.train.sources import hub_dataset, readable_rows, stream_rows
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-__all__ = ["StreamedText", "open_text"]
-
 logger = logging.getLogger(__name__)
 
 

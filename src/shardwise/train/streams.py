@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Position", "StreamBatches", "StreamedRows", "streams_per_rank"]
-
 Position = dict[str, Any]
 """Where a stream is: plain values, for JSON."""
 

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Throughput", "memory_in_use", "resident_bytes"]
-
 WINDOW = 20  # steps that are averaged
 
 

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "END",
-    "Tokens",
-    "TrainedTokenizer",
-    "encode",
-    "end_id",
-    "load",
-    "load_or_train",
-    "of_transformers",
-    "train",
-    "transformers_config",
-]
-
 Tokens = NDArray[np.int32]
 
 END = "<|endoftext|>"  # between documents; its id is 0

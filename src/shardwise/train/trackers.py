@@ -22,8 +22,6 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.logging_config import LoggingConfig
 from shardwise.train.records import Evaluated, Record, Stepped, Warned
 
-__all__ = ["Tracker", "Trackers", "check_installed", "numbers_of"]
-
 
 def check_installed(config: LoggingConfig) -> None:
     """Raise ``ConfigError`` if a tracker is not installed, before anything is prepared."""

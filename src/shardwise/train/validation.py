@@ -23,8 +23,6 @@ from shardwise.train.language_model import summed
 from shardwise.train.records import Evaluated
 from shardwise.train.tokenizer import Tokens
 
-__all__ = ["Validation", "unigram_entropy"]
-
 
 def unigram_entropy(tokens: Tokens) -> float:
     """−Σ p log p over the tokens' frequencies p, in nats per token.

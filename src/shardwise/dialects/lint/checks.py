@@ -11,8 +11,6 @@ from shardwise.dialects.lint.source import Hit, Source
 from shardwise.dialects.settings import Expression, dotted
 from shardwise.errors.projections import instead
 
-__all__ = ["CHECKS"]
-
 _WORLD = re.compile(r"ws|world_?size|n_?procs?", re.IGNORECASE)
 _MODEL = re.compile(r"^(?!.*Tokenizer).*from_pretrained\.0$|model_name_or_path$|^model\.from$")
 _EPOCHS = 3  # of TrainingArguments

@@ -13,8 +13,6 @@ import yaml
 from shardwise.dialects.settings import Setting, of_command, of_configuration, of_program
 from shardwise.errors import ConfigError
 
-__all__ = ["Hit", "Source"]
-
 
 class Hit(NamedTuple):
     """A defect by its name in ``defects.toml``, its line, and what its sentences name."""

@@ -19,8 +19,6 @@ from string import ascii_lowercase
 
 from shardwise.errors import ConfigError
 
-__all__ = ["Layout", "Slot", "chunk_rows", "up"]
-
 
 @dataclass(frozen=True)
 class Slot:

@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from shardwise.plan.layout.layout import Layout, Slot, up
 
-__all__ = ["solve"]
-
 _Pieces = Sequence[tuple[int, int]]  # (size, grain) of each parameter
 
 

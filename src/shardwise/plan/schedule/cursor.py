@@ -11,8 +11,6 @@ from collections import defaultdict
 from shardwise.plan.schedule.decide import Step
 from shardwise.plan.schedule.events import Cue, Mode, Op, Order, Phase
 
-__all__ = ["Cursor"]
-
 
 class Cursor:
     """A place in one mode's schedule, and what really happened on the way."""

@@ -23,8 +23,6 @@ from typing import NamedTuple
 
 from shardwise.plan.schedule.events import Cue, Event, Mode, Op, Order, Phase, Policy, UnitBytes
 
-__all__ = ["Facts", "Step", "Upcoming", "decide", "events", "steps"]
-
 
 @dataclass
 class Facts:

@@ -24,18 +24,6 @@ from typing import NamedTuple
 from shardwise.config.placement import Placement
 from shardwise.config.prefetch import Prefetch
 
-__all__ = [
-    "Cue",
-    "Event",
-    "Mode",
-    "Op",
-    "Order",
-    "Phase",
-    "Policy",
-    "UnitBytes",
-]
-
-
 Mode = str
 """``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
 

@@ -11,8 +11,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-__all__ = ["NameGroup", "group_names"]
-
 _NUMBER = re.compile(r"(?<![^./])(0|[1-9][0-9]{0,8})(?![^.])")
 MAX_NUMBERS = 16  # numbers in a name; one with more is not grouped
 MAX_RANGES = 6  # ranges of numbers that are written out

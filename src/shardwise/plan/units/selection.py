@@ -9,8 +9,6 @@ from shardwise.config.checkpointing import NamedUnits
 from shardwise.errors import ConfigError, nearest
 from shardwise.plan.units.units import Unit
 
-__all__ = ["select"]
-
 
 def select(option: str, given: NamedUnits, units: Sequence[Unit]) -> list[Unit]:
     """The ``units`` that are ``given`` to an option, or a ``ConfigError`` for what fits none."""

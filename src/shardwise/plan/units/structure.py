@@ -16,17 +16,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
-__all__ = [
-    "Group",
-    "as_group",
-    "elements",
-    "has_forward",
-    "holds_parameters",
-    "joined",
-    "partial_roots",
-    "pick_by_structure",
-]
-
 Group = tuple[nn.Module, ...]
 """Modules that share one unit: the forward of any of them needs all of its parameters."""
 

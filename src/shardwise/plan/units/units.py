@@ -31,8 +31,6 @@ from shardwise.errors import ConfigError
 from shardwise.plan.units.structure import Group, as_group, elements, has_forward
 from shardwise.plan.units.wrap import Wrap, automatic, called_modules, checked_groups
 
-__all__ = ["Member", "Unit", "Units", "choose_units"]
-
 
 @dataclass(frozen=True, eq=False)
 class Member:
