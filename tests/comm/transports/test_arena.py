@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.comm.transports import arena as module
 from shardwise.comm.transports.arena import PAGE, Arena, Heap, SymmetricHeap
 from shardwise.comm.transports.shared_memory import _bytes_for
 
@@ -87,6 +88,21 @@ def test_a_block_that_peers_still_read_is_not_given_out() -> None:
     assert other.data_ptr() != place
     being_read.clear()
     assert own.allocate(100, torch.float32).data_ptr() == place
+
+
+def test_a_large_block_that_a_peer_reads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So gradient buckets are two: one is written while the other is read."""
+    looks = [True, True, False]
+    own = Heap(Arena.create(), lambda _: not looks or looks.pop(0))
+    bucket = own.allocate(module.AWAITED, torch.uint8)
+    own.mark_read_in(place := own.arena.offset_of(bucket) or 0, 7)
+    del bucket
+    again = own.allocate(module.AWAITED, torch.uint8)
+    assert (own.arena.offset_of(again), looks) == (place, [])
+    own.mark_read_in(place, 8)
+    del again
+    monkeypatch.setattr(module, "PATIENCE", 0.0)  # a peer that never reads it stops nobody
+    assert own.arena.offset_of(own.allocate(module.AWAITED, torch.uint8)) != place
 
 
 def test_trimmed_blocks_give_their_memory_back_and_make_place_for_other_sizes() -> None:

@@ -15,6 +15,7 @@ import weakref
 from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from torch import Tensor
 
 SIZE = 1 << 40  # bytes of address space per file, if not said; untouched pages cost nothing
 PAGE = mmap.PAGESIZE
+AWAITED = 1 << 22  # bytes: a smaller block costs less than a wait for peers
+PATIENCE, PAUSE = 1.0, 50e-6  # seconds that a block is waited for, and between two looks
 _COLLECTING = threading.Lock()  # a collection beside another one returns at once
 
 
@@ -119,7 +122,8 @@ class Heap:
 
     A freed block is not reused while ``is_being_read`` says that a peer may still read what was
     sent in the collective of this number. It is kept for the next tensor of its size, until
-    ``trim``.
+    ``trim``. So of gradient buckets there are two: one that is written, and one that travels or
+    that a peer still reads. Where a slow peer reads both, a large one is waited for a while.
     """
 
     def __init__(self, arena: Arena, is_being_read: Callable[[int], bool]) -> None:
@@ -136,7 +140,7 @@ class Heap:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         size = -(-(nbytes := numel * dtype.itemsize) // PAGE) * PAGE
-        offset = next(self._reusable(size), None)
+        offset = self._freed(size)
         if offset is None:
             insort(self._starts, offset := self._ranges.take(size))
         else:
@@ -158,6 +162,15 @@ class Heap:
                 self._last_read_in.pop(start, None)
                 self.arena.discard(start, start + size)
                 self._ranges.give_back([(start, start + size)])
+
+    def _freed(self, size: int) -> int | None:
+        """A freed block of this size; ``None`` if there is none, or peers read it for too long."""
+        until = monotonic() + PATIENCE if size >= AWAITED else 0.0
+        while (offset := next(self._reusable(size), None)) is None:
+            if not self._kept[size] or monotonic() > until:
+                break
+            sleep(PAUSE)
+        return offset
 
     def _reusable(self, size: int) -> Iterator[int]:
         """Freed blocks of this size that no peer reads any more."""
