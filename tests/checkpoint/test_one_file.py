@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import one_file
+from shardwise.checkpoint.collectives import all_gather_object
+from shardwise.checkpoint.writer import Chunk, Writer
 from shardwise.comm.protocol import Comm
 from tests import nets
 from tests.checkpoint.runs import adamw
@@ -116,6 +118,39 @@ def test_the_suffix_says_which_kind_of_file(suffix: str, tmp_path: Path) -> None
     )
 
 
+def test_every_rank_writes_its_own_bytes_and_nothing_is_gathered(tmp_path: Path) -> None:
+    """A kibibyte in all: names, digests, and what lies at the edges of pages."""
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[int, bool]:
+        sharded = sw.shard(model, comm=comm)
+        comm.counters.reset()
+        saved = sharded.save_file(tmp_path / "model.safetensors")
+        gathers = "whole" in comm.counters.calls
+        return saved.nbytes - sum(comm.counters.bytes_sent.values()), gathers
+
+    for more, gathers in on_ranks(2, lambda: nn.Linear(512, 1024), rank):
+        assert more > 2 << 20
+        assert not gathers
+
+
+def test_where_the_disk_is_rank_0s_alone_the_file_has_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> bytes:
+        saved = sw.shard(model, comm=comm).save_file(tmp_path / "model.safetensors")
+        return saved.path.read_bytes()
+
+    written, *_ = on_ranks(3, TIED.build, rank)
+
+    def seen(comm: Comm, value: object, what: str) -> list[object]:
+        values = all_gather_object(comm, value, what)
+        return [True, False, False] if what == "folders of a file" else values
+
+    monkeypatch.setattr(one_file, "all_gather_object", seen)
+    assert on_ranks(3, TIED.build, rank)[0] == written
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 def test_it_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm).save_file(tmp_path / "mnist_cnn.pt")
@@ -176,6 +211,45 @@ def test_a_file_of_no_known_kind_is_refused(tmp_path: Path) -> None:
         return said(sw.CheckpointError, lambda: sharded.save_file(tmp_path / "model"))
 
     assert "(torch.load) or .safetensors" in on_ranks(2, TIED.build, rank)[1]
+
+
+def test_a_full_disk_leaves_what_was_there_and_every_rank_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"before")
+
+    def fails(self: Writer, chunk: Chunk) -> None:
+        raise sw.CheckpointError("the disk is full")
+
+    monkeypatch.setattr(Writer, "write", fails)
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        return said(sw.CheckpointError, lambda: sharded.save_file(tmp_path / "model.safetensors"))
+
+    assert all("the disk is full" in text for text in on_ranks(2, TIED.build, rank))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
+
+
+def test_names_that_choose_nothing_are_refused(tmp_path: Path) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        path = tmp_path / "m.safetensors"
+        sharded = sw.shard(model, comm=comm)
+        return said(sw.CheckpointError, lambda: sharded.save_file(path, names="other".__eq__))
+
+    assert "chose none of the model's tensors" in on_ranks(2, Digits, rank)[1]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_of_a_tied_tensor_the_wanted_name_is_stored(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"m{suffix}"
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm).save_file(path, names="lm_head.weight".__eq__)
+
+    on_ranks(2, TIED.build, rank)
+    read = load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
+    assert list(read) == ["lm_head.weight"]
 
 
 def test_chosen_names_alone(tmp_path: Path) -> None:

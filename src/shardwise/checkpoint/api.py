@@ -249,8 +249,10 @@ def load_optimizer_state_dict(
 def save_file(
     self: ShardedModel, path: str | Path, names: Callable[[str], bool] | None = None
 ) -> SavedFile:
-    """Write the whole model as one file, which rank 0 must have room for. A collective.
+    """Write the whole model as one file. A collective.
 
+    Of ``.safetensors`` every rank writes its own part, and nothing is gathered; the others are
+    pickled by rank 0, which must have room for the whole model.
     ``plain.load_state_dict(torch.load("mnist_cnn.pt", weights_only=True))`` reads it.
 
     Args:
@@ -260,6 +262,5 @@ def save_file(
     Raises:
         CheckpointError: on every rank alike; what was there before under this name still is.
     """
-    policy = StateDict("full", rank0_only=True, names=names)
     self.admitted("save_file() was called", awaits_readers=True)
-    return save_one_file(self, path, policy)
+    return save_one_file(self, path, names)

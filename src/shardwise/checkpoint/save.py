@@ -25,7 +25,6 @@ from shardwise.checkpoint.collectives import (
     all_gather_object,
     broadcast_object,
     check_same_on_all,
-    joined_message,
     raise_on_all,
 )
 from shardwise.checkpoint.disk import explained, sync_folder
@@ -45,7 +44,7 @@ from shardwise.checkpoint.run_folder import Retention, apply_retention
 from shardwise.checkpoint.save_plan import SavePlan, plan_save
 from shardwise.checkpoint.segments import exchange_edges, gathered
 from shardwise.checkpoint.training_state import Training
-from shardwise.checkpoint.writer import Part, allocate, write_part
+from shardwise.checkpoint.writer import Part, allocate, check_parts, write_part
 from shardwise.errors import CheckpointError
 from shardwise.optim.sharded_model import ShardedModel
 
@@ -165,8 +164,7 @@ def _make_folder(final: Path, token: str, contents: SavePlan) -> Partial:
 
 def finish(task: Task, parts: Sequence[Part]) -> tuple[str, ...]:
     """Phases 5 and 6 on rank 0; returns names of removed checkpoints. All ranks check ``parts``."""
-    if failed := {rank: part.error for rank, part in enumerate(parts) if part.error}:
-        raise CheckpointError(joined_message(failed, len(parts)))
+    check_parts(parts)
     if task.partial is None:
         return ()
     hit("all parts known", 0)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import checksum
 from shardwise.checkpoint.checksum import Piece
+from shardwise.checkpoint.collectives import joined_message
 from shardwise.checkpoint.disk import MODE, check_room, explained, host, make_folder, text_of
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.plan import FilePlan, cut_at_blocks
@@ -58,6 +59,12 @@ class Part(NamedTuple):
         """Rebuild from JSON, which has lists for tuples."""
         pieces, error, host = fields
         return cls({name: [tuple(p) for p in some] for name, some in pieces.items()}, error, host)
+
+
+def check_parts(parts: Sequence[Part]) -> None:
+    """Raises ``CheckpointError`` with the errors of all ranks that failed."""
+    if failed := {rank: part.error for rank, part in enumerate(parts) if part.error}:
+        raise CheckpointError(joined_message(failed, len(parts)))
 
 
 def allocate(folder: Path, files: Sequence[FilePlan], more: int, cure: str = "") -> None:
