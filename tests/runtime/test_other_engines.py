@@ -20,6 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
+from shardwise.optim.optimizer_hooks import OptimizerHooks
+from shardwise.runtime.other_engines import trained_by_others
 from tests.copies import clones, equal, said
 from tests.fake import FakeComm
 from tests.nets import decoder, decoder_batch
@@ -112,6 +114,60 @@ def test_a_model_that_another_engine_manages_is_not_sharded(what: str, group: No
     wrap, text = WRAPPED[what]
     model = wrap(decoder())
     assert said(sw.ConfigError, lambda: sw.shard(model, comm=LocalComm())).startswith(text)
+
+
+# ---- beside a sharded model ------------------------------------------------------------------
+
+BESIDE: dict[str, Callable[[nn.Module], Any]] = {
+    "DDP": DistributedDataParallel,
+    "DDP on a block": on_a_block(DistributedDataParallel),
+    "FSDP1": fsdp1,
+    "FSDP2": fully_shard,
+    "DTensor": lambda model: distribute_module(model, init_device_mesh("cpu", (2,))),
+}
+
+
+@pytest.fixture
+def no_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of other tests that are still there look at every optimizer, too."""
+    monkeypatch.setattr(OptimizerHooks, "_of_models", [])
+
+
+@pytest.mark.usefixtures("group", "no_other_models")
+@pytest.mark.parametrize("what", BESIDE)
+def test_parameters_that_another_engine_trains_are_not_warned_of(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In an optimizer of their own or in one for both; those that nobody averages are named."""
+    model, aux = decoder(), nn.Parameter(torch.ones(3))
+    sw.shard(model, comm=FakeComm(0, 2))
+    theirs = BESIDE[what](decoder())
+    named = theirs.named_parameters()
+    moved: list[nn.Parameter] = [p for name, p in named if "blocks.0." in name or "flat" in name]
+    assert moved
+    groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": moved}]
+    both, own = torch.optim.SGD(groups, lr=0.1), torch.optim.SGD([*moved, aux], lr=0.1)
+    for step in range(3):
+        train(model, decoder_batch(0, 2))
+        for param in (*moved, aux) if step else moved:
+            param.grad = torch.ones_like(param)
+        both.step()
+        own.step()
+        assert bool(caplog.messages) <= bool(step)
+    [text] = caplog.messages
+    assert text.startswith(
+        "SGD holds 1 parameters that are in no sharded model (one of shape (3,)), beside one that"
+    )
+
+
+@pytest.mark.usefixtures("group")
+def test_what_no_engine_averages_over_the_ranks_is_not_theirs() -> None:
+    """DataParallel has one process, and DDP leaves out what it is told to ignore."""
+    plain, ignoring = DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["bias"])
+    wrapped = DistributedDataParallel(ignoring)
+    params = [*plain.parameters(), *wrapped.parameters()]
+    assert {id(param) for param in params} & trained_by_others(params) == {id(ignoring.weight)}
 
 
 def test_what_torch_registers_for_other_ends_stays(group: None) -> None:

@@ -41,6 +41,7 @@ from shardwise.runtime.buffers import sync_buffers
 from shardwise.runtime.forward import Hooks
 from shardwise.runtime.forward_methods import ForwardMethods
 from shardwise.runtime.full_params import full_params
+from shardwise.runtime.other_engines import trained_by_others
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import UnitState
 from shardwise.setup.build import cut, facts, uncut, warn_of_one_unit
@@ -120,7 +121,9 @@ class Sharded:
         ]
         params = [param for bucket in self.buckets for param in bucket.params]
         updated = self.runtime.expect_update
-        self._optimizer_hooks = OptimizerHooks(params, updated, self._idle, self.comm)
+        self._optimizer_hooks = OptimizerHooks(
+            params, updated, self._idle, self.comm, trained_by_others
+        )
         self._state = StateHooks(self.model, self.buckets, self._state_asked)
         self._attach()
 

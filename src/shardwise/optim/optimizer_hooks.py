@@ -162,6 +162,7 @@ class OptimizerHooks:
         between_steps: a method, held weakly, that gives the model's buckets, or raises while a
             step is under way.
         comm: the ranks.
+        trained_by_others: gives the ids of those parameters that another engine trains.
     """
 
     _of_models: ClassVar[list[weakref.ref[OptimizerHooks]]] = []
@@ -172,8 +173,10 @@ class OptimizerHooks:
         before_update: Callable[[], None],
         between_steps: Callable[[str], Sequence[Bucket]],
         comm: Comm,
+        trained_by_others: Callable[[Iterable[nn.Parameter]], set[int]],
     ) -> None:
         self._between_steps = weakref.WeakMethod(between_steps)
+        self._trained_by_others = trained_by_others
         self._comm, self._warns = weakref.proxy(comm), comm.size > 1 and comm.rank == 0
         self._own_ids = {id(param) for param in params}
         self._before_update = weakref.WeakMethod(before_update)
@@ -257,7 +260,11 @@ class OptimizerHooks:
     def _warn_of_plain(self, optimizer: Optimizer) -> None:
         """Warn once if it updates parameters whose gradients are not averaged."""
         plain = self._params[optimizer].plain
-        if optimizer in _warned or all(param.grad is None for _, param in plain):
+        if optimizer in _warned or _has_no_gradients(plain):
+            return
+        theirs = self._trained_by_others([param for _, param in plain])
+        plain[:] = [pair for pair in plain if id(pair[1]) not in theirs]
+        if _has_no_gradients(plain):
             return
         _warned.add(optimizer)
         some = ", ".join([name for name, _ in plain[:3]] + ["…"] * (len(plain) > 3))
@@ -329,6 +336,10 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         pairs = zip(names, params, strict=True)
         plain += [pair for pair in pairs if pair[1].requires_grad and sharding_of(pair[1]) is None]
     return plain
+
+
+def _has_no_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> bool:
+    return all(param.grad is None for _, param in named)
 
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:

@@ -1,13 +1,14 @@
-"""Refuses DDP, FSDP and other data-parallel engines around or inside a sharded model.
+"""DDP, FSDP and other data-parallel engines: refused around or inside a sharded model.
 
 DDP's first broadcast would overwrite every rank's shards with rank 0's, and its gradients would
 overwrite ours after backward. FSDP would shard shards. They are detected before they change a
 parameter: a wrapper registers the wrapped module, and ``fully_shard`` reads the module's registry
-of composable APIs.
+of composable APIs. Beside a sharded model, in the same process, they train their own parameters.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 
 from shardwise.errors import ConfigError
 
-__all__ = ["check_unwrapped", "mark", "refuse_wrapper", "unmark"]
+__all__ = ["check_unwrapped", "mark", "refuse_wrapper", "trained_by_others", "unmark"]
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel",
@@ -61,6 +62,20 @@ def refuse_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
         )
 
 
+def trained_by_others(params: Iterable[nn.Parameter]) -> set[int]:
+    """Return the ids of parameters whose gradients another engine averages over the ranks.
+
+    torch keeps no list of its wrappers, so the garbage collector's objects are searched.
+    """
+    theirs = {id(param) for param in params if _is_dtensor(param)}
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module) and _averages(module):
+            ignored = vars(module).get("parameters_to_ignore", ())  # DDP's, by names inside it
+            named = module.named_parameters()
+            theirs |= {id(p) for name, p in named if name.removeprefix("module.") not in ignored}
+    return theirs
+
+
 def mark(modules: Iterable[nn.Module]) -> None:
     """Mark modules as sharded, so that ``fully_shard`` raises and FSDP1 skips them."""
     for module in modules:
@@ -90,6 +105,11 @@ def _wrapper(module: nn.Module) -> str:
     """The name of the engine whose wrapper this is, or ``""``."""
     kinds = type(module).__mro__
     return next((k.__name__ for k in kinds if f"{k.__module__}.{k.__name__}" in _WRAPPERS), "")
+
+
+def _averages(module: nn.Module) -> bool:
+    """Does another engine average its gradients? DataParallel has one process."""
+    return _wrapper(module) not in ("", "DataParallel") or bool(_applied(module))
 
 
 def _applied(module: nn.Module) -> str:
