@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import wrappers
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.run_folder import check_complete
+from shardwise.comm.protocol import Comm
 from shardwise.convert.catalogue import Catalogue, damage_of
+from shardwise.convert.dcp_export import export_dcp
 from shardwise.convert.export import ExportOptions, export
 from shardwise.convert.writer import Converted
 from tests.checkpoint.recorded import record
@@ -276,3 +279,77 @@ def test_nothing_larger_than_a_few_blocks_is_ever_held(tmp_path: Path) -> None:
     assert max(seen) <= BLOCK
     assert sum(seen) == sum(value.nbytes for value in values.values())
     assert same(load_file(tmp_path / "out" / "model.safetensors"), values)
+
+
+# ---- names that wrappers gave -----------------------------------------------------------------
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    return model
+
+
+def compiled() -> nn.Module:
+    """Only its names: the model is not called."""
+    model: Any = torch.compile(seeded(tied), backend="eager")
+    return nn.Sequential(model)
+
+
+@pytest.fixture
+def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As earlier versions stored it: with the names that ``torch.compile`` gives."""
+    with monkeypatch.context() as patch:
+        patch.setattr(wrappers, "WRAPPERS", set())
+        on_ranks(
+            2,
+            compiled,
+            lambda comm, model: save_stepped(sw.shard(model, comm=comm), tmp_path / "step-1"),
+        )
+    return tmp_path / "step-1"
+
+
+def save_stepped(sharded: sw.Sharded, folder: Path) -> None:
+    optimizer = adamw(sharded.model.parameters())
+    for number, param in enumerate(sharded.model.parameters()):
+        param.grad = torch.full_like(param, number + 1.0)
+    optimizer.step()
+    sharded.model.get_buffer("0._orig_mod.2.running_mean").fill_(sharded.comm.rank)
+    sharded.save(folder, optimizer, sw.Training())
+
+
+def test_names_of_wrappers_reach_no_file(earlier: Path, tmp_path: Path) -> None:
+    """Weights, optimizer, statistics of each rank, ties, and the record of the groups."""
+    assert any(b"_orig_mod" in path.read_bytes() for path in earlier.rglob("*.safetensors"))
+    exported(earlier, tmp_path / "out", with_optimizer=True)
+    export_dcp(earlier, tmp_path / "dcp")
+    for path in (p for n in ("out", "dcp") for p in (tmp_path / n).rglob("*") if p.is_file()):
+        assert b"_orig_mod" not in path.read_bytes(), path
+
+    def load(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = adamw(model.parameters())
+        assert sharded.load(tmp_path / "out", optimizer, sw.Training()).inexact == ()
+        assert model.get_buffer("0.2.running_mean").unique().item() == comm.rank
+        states = sharded.optimizer_state_dict(optimizer)["state"]
+        assert states["0.1.bias"]["exp_avg"].unique().numel() == 1
+
+    on_ranks(2, lambda: nn.Sequential(tied()), load)
+
+
+def test_files_of_another_program_lose_the_prefix_of_ddp(tmp_path: Path) -> None:
+    states = seeded(tied).state_dict()
+    save_file(
+        {f"module.{n}": value.clone() for n, value in states.items()}, tmp_path / "a.safetensors"
+    )
+    exported(tmp_path / "a.safetensors", tmp_path / "out")
+    assert {*tensors(tmp_path / "out", "model")} == {*states}
+
+
+def test_a_module_that_a_model_calls_module_keeps_its_name(tmp_path: Path) -> None:
+    """Where shardwise wrote the checkpoint, the name is the model's own."""
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    sw.shard(model).save(tmp_path / "step-1")
+    exported(tmp_path / "step-1", tmp_path / "out")
+    assert {*tensors(tmp_path / "out", "model")} == {"module.weight", "module.bias"}

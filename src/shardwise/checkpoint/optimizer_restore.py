@@ -27,6 +27,7 @@ from shardwise.checkpoint.optimizer_state import (
 from shardwise.checkpoint.read_requests import ReadRequest, request_for
 from shardwise.checkpoint.reader import TensorLocation, find_stored
 from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.checkpoint.wrappers import bare_record, renamed
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
@@ -173,10 +174,11 @@ def _targets(
 def _parsed(stored: StoredStates) -> tuple[dict[str, _Saved], list[str]]:
     """Return the stored state of each parameter in a group, and names of others that have state."""
     tensors: dict[str, dict[str, TensorLocation]] = {}
-    for name, place in stored.places.items():
+    for name, place in renamed(stored.places).items():
         key, _, param = name.partition("/")
         tensors.setdefault(param, {})[key] = place
     try:
+        records = [*map(bare_record, stored.records)]
         saved = {
             name: _Saved(
                 record["class"],
@@ -185,11 +187,11 @@ def _parsed(stored: StoredStates) -> tuple[dict[str, _Saved], list[str]]:
                 record["values"].get(name, {}),
                 tensors.get(name, {}),
             )
-            for record in stored.records
+            for record in records
             for number, group in enumerate(record["groups"])
             for name in group["params"]
         }
-        with_values = [n for record in stored.records for n, one in record["values"].items() if one]
+        with_values = [n for record in records for n, one in record["values"].items() if one]
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the training state's record of optimizers is malformed ({error!r}). Load another "

@@ -20,6 +20,7 @@ from shardwise.checkpoint.plan import BLOCK, INDEX, place_of
 from shardwise.checkpoint.recognise import files_in
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.safetensors_format import CAP, Stored, decode, inside, is_plain, length_of
+from shardwise.checkpoint.wrappers import bare, renamed
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 PARTS = ("adapter_model", "rest")
@@ -80,7 +81,8 @@ class CheckpointReader:
     @property
     def aliases(self) -> Mapping[str, str]:
         """Further names of tied tensors → the stored one, as far as a manifest tells them."""
-        return {} if self.manifest is None else self.manifest.aliases
+        ties = {} if self.manifest is None else self.manifest.aliases
+        return {bare(alias): bare(name) for alias, name in ties.items()}
 
     def has(self, name: str) -> bool:
         """Does the checkpoint have a file of this name? One of ours: does the manifest list it?"""
@@ -127,7 +129,7 @@ class CheckpointReader:
         return {t: f"{within}/{file}" if within else file for t, file in weights.items()}
 
     def tensors(self, stem: str) -> dict[str, TensorLocation]:
-        """Every tensor of a stem, by name."""
+        """Every tensor of a stem, by its name without wrappers."""
         index = self._index(stem) or {}
         names = self.names(stem)
         if stem == "model" and self.manifest is not None:  # of a part of a model: see ``Part``
@@ -142,7 +144,7 @@ class CheckpointReader:
             )
         if stem == "model":
             self._check_ties(locations)
-        return locations
+        return renamed(locations)
 
     def weights(self) -> dict[str, TensorLocation]:
         """Parameters and buffers by name. Raises ``CheckpointError`` if there are none."""
@@ -157,7 +159,7 @@ class CheckpointReader:
         )
 
     def _check_ties(self, locations: Mapping[str, TensorLocation]) -> None:
-        for alias, name in self.aliases.items():
+        for alias, name in self.manifest.aliases.items() if self.manifest is not None else ():
             if alias in locations or name not in locations:
                 stored = f"{alias!r:.200} is stored, too"
                 fact = stored if alias in locations else "that is not stored"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import json_codec
+from shardwise.checkpoint.wrappers import bare_record
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 from shardwise.errors.arguments import named
 
@@ -159,6 +160,13 @@ def document(
     """
     fields = {"version": VERSION, "step": step, "world": len(local), **values}
     fields |= {"optimizers": list(optimizers), "local": list(local)}
+    return json.dumps(fields, indent=1).encode() + b"\n"
+
+
+def without_wrappers(data: bytes) -> bytes:
+    """The bytes of ``training.json``, with the names that parameters have without wrappers."""
+    fields = json.loads(data)
+    fields["optimizers"] = [*map(bare_record, fields["optimizers"])]
     return json.dumps(fields, indent=1).encode() + b"\n"
 
 

@@ -1,16 +1,21 @@
 """Names as the model itself has them: without the parts that wrappers around its modules add.
 
 ``torch.compile(model)`` calls ``weight`` ``_orig_mod.weight``. No other program, and no plain
-model, knows that name, so no file and no state dict has it; one that does is read all the same.
+model, knows that name, so no file and no state dict has it. Those that do are read without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+
+from shardwise.errors import CheckpointError
+
+T = TypeVar("T")
 
 WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_module"}
 """Parts of names that wrappers put there, and that no model has."""
@@ -24,10 +29,31 @@ def bare_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def bare(name: str, held: Iterable[str] = ()) -> str:
-    """``name`` without ``WRAPPERS``, and without the last part of each of the paths ``held``."""
-    parts = name.split(".")
+    """``name`` without ``WRAPPERS``, and without the last part of each of the paths ``held``.
+
+    What is before a slash stays: the state of an optimizer is stored as ``STATE/PARAMETER``.
+    """
+    head, slash, path = name.rpartition("/")
+    parts = path.split(".")
     kept = (k for k, part in enumerate(parts) if part not in WRAPPERS)
-    return ".".join(parts[k] for k in kept if not held or ".".join(parts[: k + 1]) not in held)
+    names = (parts[k] for k in kept if not held or ".".join(parts[: k + 1]) not in held)
+    return head + slash + ".".join(names)
+
+
+def renamed(given: Mapping[Any, T], rename: Callable[[Any], Any] = bare) -> dict[Any, T]:
+    """``given`` by other names. Raises ``CheckpointError`` if two become one."""
+    states: dict[Any, T] = {}
+    for old, value in given.items():
+        if (new := rename(old)) in states:
+            raise CheckpointError(f"two names are both {new!r} without what wrappers add to names.")
+        states[new] = value
+    return states
+
+
+def bare_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of an optimizer, with the names of parameters without ``WRAPPERS``."""
+    groups = [{**group, "params": [*map(bare, group["params"])]} for group in record["groups"]]
+    return {**record, "groups": groups, "values": renamed(record["values"])}
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
@@ -35,6 +61,12 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     all_held = [MODULE] if all(name.startswith(f"{MODULE}.") for name in names) else ()
     return {name: bare(name, all_held) for name in names}
+
+
+def of_plain_model(stored: Mapping[str, T]) -> dict[str, T]:
+    """Return another program's tensors by names without wrappers, of which ``module.`` is one."""
+    bare_of = without_wrappers(stored)
+    return renamed(stored, lambda name: bare_of[name])
 
 
 def further_names(stored: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.checkpoint.training_state import Document
+from shardwise.checkpoint.wrappers import bare_record
 from shardwise.convert.export import mapped, stored_tensors
 from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import CheckpointError
@@ -132,10 +133,11 @@ def _states(
 
 def _groups(document: Document, state: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups of all optimizers; ``state`` gets the values that are no tensors."""
-    for record in document.optimizers:
+    records = [*map(bare_record, document.optimizers)]
+    for record in records:
         for name, values in record["values"].items():
             state.setdefault(name, {}).update(json_codec.decode(values))
-    groups = (group for record in document.optimizers for group in record["groups"])
+    groups = (group for record in records for group in record["groups"])
     return [
         {**AS_TORCH_BUILDS, **json_codec.decode(group["options"]), "params": [*group["params"]]}
         for group in groups

@@ -28,6 +28,8 @@ from shardwise.checkpoint.recognise import CHECKPOINTS, EXPORT, step_of
 from shardwise.checkpoint.safetensors_format import DTYPES, code_of, dtype_of, inside
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
+from shardwise.checkpoint.training_state import without_wrappers
+from shardwise.checkpoint.wrappers import of_plain_model
 from shardwise.checkpoint.writer import Chunk
 from shardwise.convert.catalogue import SUFFIX, check_foreign, stem_of
 from shardwise.convert.writer import (
@@ -80,9 +82,11 @@ def export(
     plans = _plans(places, options)
     small, left_out = companions(source, whole)
     small = {n: small[n] for n in small if not (tokenizer and n in TOKENIZER)} | dict(tokenizer)
+    if TRAINING in small:
+        small[TRAINING] = without_wrappers(small[TRAINING])
     if options.dtype is not None and CONFIG in small:
         small[CONFIG] = with_dtype(small[CONFIG], options.dtype)
-    facts = {"step": None, "aliases": {}, **dict(source.manifest or {})}
+    facts = {"step": None, **dict(source.manifest or {}), "aliases": source.aliases}
     if not whole or source.manifest is None:
         facts |= {"world": 1, "strategy": EXPORT, "kind": "full"}
 
@@ -128,7 +132,8 @@ def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str,
     """Locate each tensor, by kind and name: weights, and with ``whole`` all other state."""
     if source.manifest is None and not source.only:
         check_foreign(source.folder)
-    places = {MODEL: source.weights()}
+    weights = source.weights()
+    places = {MODEL: weights if source.manifest is not None else of_plain_model(weights)}
     if whole:
         if source.manifest is None or not source.has(TRAINING):
             raise CheckpointError(

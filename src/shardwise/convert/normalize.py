@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.optimizer_state import AS_BUILT
 from shardwise.checkpoint.safetensors_format import DTYPES
-from shardwise.checkpoint.wrappers import MODULE, bare
+from shardwise.checkpoint.wrappers import MODULE, bare, renamed
 from shardwise.convert.torch_reader import TorchTensor, Tree
 from shardwise.errors import CheckpointError
 
@@ -161,19 +161,10 @@ def _remove_wrappers(result: NormalizedState) -> None:
     def plain(name: Any) -> Any:
         return bare(name, [MODULE] * in_module) if isinstance(name, str) else name
 
-    result.weights = _renamed(result.weights, plain)
-    result.state = _renamed(result.state, plain)
+    result.weights = renamed(result.weights, plain)
+    result.state = renamed(result.state, plain)
     for group in result.groups:
         group.params = [plain(name) for name in group.params]
-
-
-def _renamed(given: dict[Any, Any], rename: Callable[[Any], Any]) -> dict[Any, Any]:
-    renamed: dict[Any, Any] = {}
-    for old, value in given.items():
-        if (new := rename(old)) in renamed:
-            raise CheckpointError(f"two names are both {new!r} without what wrappers add to names.")
-        renamed[new] = value
-    return renamed
 
 
 # --- the optimizer ---------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from shardwise.api.sharded import Sharded
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.checkpoint.wrappers import of_plain_model
 from shardwise.comm.machine.accelerators import check_kernels
 from shardwise.comm.machine.connect import comm_for
 from shardwise.comm.mesh import Ranks
@@ -279,7 +280,7 @@ def _build(
     folder = locate(source, *hub)
     reader = stack.enter_context(CheckpointReader.open(folder))
     model = _empty(config_of(folder), dtype, folder)
-    file_map = map_files(model, reader.weights(), str(folder))
+    file_map = map_files(model, of_plain_model(reader.weights()), str(folder))
     quantized, file_map = QuantizedWeights.of(model, changes.quantization, file_map)
     tokenizer, init, own = tokenizer_of(folder), initialiser(model), _tensors(model)
     model, matches = _adapted(model, changes, tokenizer, file_map.direct)
