@@ -167,7 +167,7 @@ def test_a_disk_that_fills_up_while_it_is_written(
     story.tell()
     assert story.said[0] == story.said[1]
     assert "No space left on device" in story.said[0]
-    assert "the disk is full: free space there, or save elsewhere" in story.said[0]
+    assert "the disk is full: free space there, or choose another place" in story.said[0]
     assert story.meanwhile == ["latest", "step-1"]
 
 
@@ -183,7 +183,7 @@ def test_a_disk_that_becomes_read_only(way: str, disk: Path) -> None:
     story = Story(disk, way, 2, fault)
     story.tell()
     assert story.said[0] == story.said[1]
-    assert "it is mounted read-only: mount it for writing, or save elsewhere" in story.said[0]
+    assert "it is mounted read-only: mount it for writing, or choose another place" in story.said[0]
     assert story.meanwhile == ["latest", "step-1"]
 
 

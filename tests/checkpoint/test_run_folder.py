@@ -438,7 +438,7 @@ def test_a_checkpoint_that_may_not_be_looked_at_does_not_hide_the_others(
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
     _, ten, two = survey(run).checkpoints
-    assert "may not read there" in ten.problem
+    assert "may not do that there" in ten.problem
     assert (ten.nbytes, two.problem) == (0, "")
 
 

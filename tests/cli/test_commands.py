@@ -79,5 +79,5 @@ def test_an_output_that_is_full_is_one_sentence() -> None:
             timeout=100,
         )
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: the standard output cannot be used: No space left on device.")
+    assert line.startswith("error: the standard output cannot be used: No space left on device;")
     assert done.returncode == 1

@@ -191,13 +191,13 @@ def test_what_the_system_refuses_is_one_sentence(
 ) -> None:
     assert failed(str(recipe_file(tmp_path)), "--run.folder", "/proc/x") == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: /proc/x cannot be used: No such file or directory.")
+    assert line.startswith("error: /proc/x cannot be used: No such file or directory;")
     recipe = recipe_file(tmp_path)
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
     (tmp_path / "run" / "recipe.yaml").write_text(to_yaml(read_recipe(recipe)), "utf-8")
     assert failed(str(recipe)) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path}/run/metrics.jsonl cannot be used: Is a directory.")
+    assert line.startswith(f"error: {tmp_path}/run/metrics.jsonl cannot be used: Is a directory;")
 
 
 def test_asking_for_processes_inside_a_launcher_is_refused(

@@ -47,8 +47,8 @@ def test_an_error_of_the_system_is_a_sentence_and_may_be_tried_again(
 ) -> None:
     from_error_file = left(OSError(errno.ENOSPC, "No space left", "run/a"), monkeypatch, tmp_path)
     assert from_error_file.message == (
-        "run/a cannot be used: No space left. The disk is full: free space there, or choose "
-        "another folder."
+        "run/a cannot be used: No space left; the disk is full: free space there, or choose "
+        "another place."
     )
     assert not from_error_file.is_permanent
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.launch.error_files import ADVICE
 from shardwise.plan.printed import size
 
 T = TypeVar("T")
@@ -22,35 +23,17 @@ MODE = 0o666  # of new files, less what the umask takes
 NAPS = 0.1, 0.3, 1.0
 """Seconds before what could not be read is tried again."""
 
-_ADVICE = {
-    errno.ENOSPC: "the disk is full: free space there, or save elsewhere",
-    errno.EDQUOT: "the quota is used up: free space there, or save elsewhere",
-    errno.EFBIG: "a file may not become as large: raise the limit (ulimit -f), lower "
-    "max_file_size, or choose another file system",
-    errno.EROFS: "it is mounted read-only: mount it for writing, or save elsewhere",
-    errno.EACCES: "this user may not write there: change its permissions, or save elsewhere",
-    errno.EPERM: "this user may not write there: change its permissions, or save elsewhere",
-    errno.ENOENT: "it is not there, or no longer: check whether it was moved or unmounted",
-    errno.EIO: "the disk fails: look at the system's log, and save elsewhere",
-}
-_TO_READ = {
-    errno.EACCES: "this user may not read there: change its permissions",
-    errno.EPERM: "this user may not read there: change its permissions",
-    errno.EIO: "the disk fails: look at the system's log, and read a copy from elsewhere",
-}
-
 
 @contextlib.contextmanager
 def explained(what: str, reads: bool = False) -> Iterator[None]:
     """Turn an ``OSError`` inside into a ``CheckpointError`` that says ``what`` failed.
 
-    With ``reads`` nothing is written inside, and the advice is for somebody who reads.
+    With ``reads`` nothing is written inside.
     """
     try:
         yield
     except OSError as error:
-        known = _ADVICE | _TO_READ if reads else _ADVICE
-        advice = known.get(error.errno or 0, "look at that file system")
+        advice = ADVICE.get(error.errno or 0, "look at that file system")
         place = f" ({error.filename})" if error.filename else ""
         kept = "" if reads else " Complete checkpoints that were there before are as they were."
         raise CheckpointError(

@@ -22,25 +22,28 @@ from shardwise.errors import RanksDisagree, ShardwiseError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: path of a rank's error file
 
-_ADVICE = {
-    errno.ENOSPC: "The disk is full: free space there, or choose another folder.",
-    errno.EDQUOT: "The quota is used up: free space there, or choose another folder.",
-    errno.EROFS: "It is mounted read-only: choose another folder.",
-    errno.EACCES: "Change its permissions, or choose another folder.",
-    errno.EPERM: "Change its permissions, or choose another folder.",
-    errno.ENOENT: "It does not exist, or was moved or removed meanwhile.",
-    errno.EISDIR: "A folder has the name of a file here: rename one of them.",
-    errno.ENOTDIR: "A file has the name of a folder here: rename one of them.",
-    errno.EIO: "The disk fails: look at the system's log.",
+ADVICE = {
+    errno.ENOSPC: "the disk is full: free space there, or choose another place",
+    errno.EDQUOT: "the quota is used up: free space there, or choose another place",
+    errno.EFBIG: "a file may not become as large: raise the limit (ulimit -f), lower "
+    "max_file_size, or choose another file system",
+    errno.EROFS: "it is mounted read-only: mount it for writing, or choose another place",
+    errno.EACCES: "this user may not do that there: change its permissions",
+    errno.EPERM: "this user may not do that there: change its permissions",
+    errno.ENOENT: "it is not there, or no longer: check whether it was moved or unmounted",
+    errno.EISDIR: "a folder has the name of a file here: rename one of them",
+    errno.ENOTDIR: "a file has the name of a folder here: rename one of them",
+    errno.EIO: "the disk fails: look at the system's log, and use a copy or another disk",
 }
+"""What to do about an error of the operating system, by its number."""
 
 
 def os_error_message(error: OSError) -> str:
     """An error of the operating system in one sentence: the path, the cause and what to do."""
     why = error.strerror or str(error) or type(error).__name__
     place = error.filename if error.filename is not None else "a file, a pipe or a socket"
-    advice = _ADVICE.get(error.errno or 0, "")
-    return f"{place} cannot be used: {why}. {advice}".rstrip()
+    advice = ADVICE.get(error.errno or 0)
+    return f"{place} cannot be used: {'; '.join(filter(None, (why, advice)))}."
 
 
 # --- in a rank -------------------------------------------------------------------------------
