@@ -116,7 +116,7 @@ def loaded_on(world: int, seen: Path, unseen: Path, strategy: str, kind: Any) ->
             return said(kind, lambda: sharded.load(path, optimizer, sw.Training()))
         report = sharded.load(path, optimizer, sw.Training())
         assert (report.step, report.checked, report.missing) == (2, True, ())
-        assert sharded.loaded_token
+        assert sharded._background.loaded_token
         moments = sharded.optimizer_state_dict(optimizer)["state"]
         return {"model": clones(model.state_dict()), "moments": moments}
 

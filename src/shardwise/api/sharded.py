@@ -69,7 +69,6 @@ class Sharded:
         self._methods = ForwardMethods(self.model)
         self.shape = self._shape()
         self._mesh = Mesh.of(self.comm, self.placement.splits, self.shape)
-        self.loaded_token = ""  # of the last loaded checkpoint, which no save removes
         self._build()
         if self.wrap is None and self.comm.rank == 0 and self.comm.size > 1:
             warn_of_one_unit(self.model, self.units, self.placement)

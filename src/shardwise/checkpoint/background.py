@@ -227,6 +227,7 @@ class Background:
         self._saving: Saving | None = None
         self._pool: Pool | None = None
         self._ranks_here = 0  # of this host; 0: not counted yet
+        self.loaded_token = ""  # of the checkpoint that was loaded last, which no save removes
 
     def save(self, sharded: ShardedModel, request: SaveRequest) -> Saving | None:
         """Start to save; ``None`` if one is under way and ``when_busy`` is ``"skip"``."""

@@ -66,7 +66,7 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
     for bucket in sharded.buckets:
         bucket.expire()
     made = checkpoint.source.manifest
-    sharded.loaded_token = made.token if made else ""
+    sharded._background.loaded_token = made.token if made else ""
     if made is None and comm.rank == 0:
         log.warning(
             "%s has no manifest, so its bytes could not be checked; headers and sizes are "

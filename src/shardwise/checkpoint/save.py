@@ -112,7 +112,7 @@ def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
     partial = raise_on_all(
         comm, "beginning", lambda: None if comm.rank else _make_folder(final, token, contents)
     )
-    task = Task(final, token, contents, stated, sharded.loaded_token, options, partial)
+    task = Task(final, token, contents, stated, sharded._background.loaded_token, options, partial)
     try:
         if options.kind != "full":  # of that kind all bytes move to rank 0 as they are written
             raise_on_all(comm, "looking for the folder", lambda: _check_shared(task.folder))

@@ -15,17 +15,12 @@ from shardwise.memory.parameters import Bucket
 
 @runtime_checkable
 class ShardedModel(Protocol):
-    """The parts of a sharded model's handle that optimizers and checkpoints need.
-
-    Attributes:
-        loaded_token: of the checkpoint that was loaded last, which no save removes; or ``""``.
-    """
+    """The parts of a sharded model's handle that optimizers and checkpoints need."""
 
     model: nn.Module
     comm: Comm
     placement: Placement
     buckets: tuple[Bucket, ...]
-    loaded_token: str
     _background: Any  # ``checkpoint.background.Background``: the save that is under way
 
     def admitted(
