@@ -5,11 +5,7 @@ import pytest
 
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
-from shardwise.train.collectives import (
-    all_gather_floats,
-    broadcast_text,
-    broadcast_tokens,
-)
+from shardwise.train.collectives import all_gather_floats, broadcast_tokens
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -21,16 +17,6 @@ def test_everybody_has_what_rank_0_had(world: int, count: int) -> None:
         return list(map(int, broadcast_tokens(comm, values if comm.rank == 0 else None, "numbers")))
 
     assert threads.run(world, rank) == [values.tolist()] * world
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_text_arrives_letter_by_letter(world: int) -> None:
-    text = '{"é": "漢字"}'
-
-    def rank(comm: Comm) -> str:
-        return broadcast_text(comm, text if comm.rank == 0 else None, "text")
-
-    assert threads.run(world, rank) == [text] * world
 
 
 def test_numbers_are_gathered_in_rank_order_and_exact() -> None:

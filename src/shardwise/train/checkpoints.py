@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.checkpoint import Loaded, Saving, Training
 from shardwise.checkpoint import Saved as SaveReport
+from shardwise.checkpoint.collectives import broadcast_object
 from shardwise.checkpoint.disk import retried
 from shardwise.checkpoint.folder import checkpoints
 from shardwise.checkpoint.run_folder import saved_in
@@ -26,7 +27,6 @@ from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from shardwise.hf.adapters import is_adapters
 from shardwise.recipe.read import flatten
 from shardwise.recipe.recipe import CheckpointConfig
-from shardwise.train.collectives import broadcast_text
 from shardwise.train.data import Data
 from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.hf_config import config_texts
@@ -124,8 +124,8 @@ class Checkpoints:
                 if not self._job.recipe.run.overwrite:
                     raise
                 start = Start.NEW
-        text = start.value if self._job.sharded.comm.rank == 0 else None
-        return Start(broadcast_text(self._job.sharded.comm, text, "whether the run goes on"))
+        value = start.value  # rank 0's counts
+        return Start(broadcast_object(self._job.sharded.comm, value, "whether the run goes on"))
 
     def _load_newest(self, folder: Path) -> Loaded | None:
         try:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardwise.checkpoint.collectives import broadcast_object
 from shardwise.comm.protocol import Comm
 from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import DataConfig
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Rows, RowSource
-from shardwise.train.collectives import broadcast_text, broadcast_tokens
+from shardwise.train.collectives import broadcast_tokens
 from shardwise.train.corpus import Corpus, Split, read_corpus, split
 from shardwise.train.folder import Folder
 from shardwise.train.packed import Examples
@@ -107,11 +108,8 @@ def prepare(
         read = read_sample_data(recipe, folder, busy)
     elif folder is not None:
         read = _read(recipe, folder, busy, text)
-    tokenizer = bpe.load(
-        broadcast_text(
-            comm, None if read is None else read.tokenizer.text, "tokenizer, which rank 0 has"
-        )
-    )
+    text_of_rank_0 = "" if read is None else read.tokenizer.text
+    tokenizer = bpe.load(broadcast_object(comm, text_of_rank_0, "tokenizer, which rank 0 has"))
     training: RowSource | StreamedRows
     if text is None:
         training = _rows(

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 
+from shardwise.checkpoint.collectives import broadcast_object
 from shardwise.comm.protocol import Comm
 from shardwise.errors import RanksDisagree
 from shardwise.recipe.read import to_yaml
 from shardwise.recipe.recipe import Recipe
-from shardwise.train.collectives import broadcast_text
 from shardwise.train.folder import METRICS, RECIPE, Folder
 from shardwise.train.metrics_log import MetricsLog
 from shardwise.train.records import Busy, Emit, Finished, Record, Replaced, Saved, Warned
@@ -67,13 +67,13 @@ class RunLogger:
         """
         if comm.rank:
             logger = cls(recipe, attempt, emit, None, SimpleQueue())
-            yield logger, Start(broadcast_text(comm, None, "beginning"))
+            yield logger, Start(broadcast_object(comm, "", "beginning"))
             return
         holds_run(recipe)  # raises before the folder and its lock are created
         with Folder.locked(recipe.run.folder) as folder, _captured_warnings(emit) as warnings:
             restarted = attempt.number > 0 and folder.launch_id == attempt.launch_id
             start = decide_start(recipe, restarted=restarted)
-            broadcast_text(comm, start.value, "beginning")
+            broadcast_object(comm, start.value, "beginning")
             logger = cls(recipe, attempt, emit, folder, warnings)
             try:
                 yield logger, start
