@@ -45,13 +45,6 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         return self.width // self.heads
 
-    def parameters(self, vocabulary: int) -> int:
-        """Parameters of the decoder: embedding, blocks, last norm, and the head if not tied."""
-        attention = 2 * self.width * (self.width + self.kv_heads * self.head_size)
-        block = attention + 3 * self.width * self.hidden + 2 * self.width
-        tables = vocabulary * self.width * (1 if self.tied else 2)
-        return tables + self.layers * block + self.width
-
     @model_serializer(mode="wrap")
     def _keys_with_an_effect(self, serialise: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         """Return the keys with an effect: without a folder its own have none, with one others."""

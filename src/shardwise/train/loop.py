@@ -115,7 +115,7 @@ def train(
             logger.log(Complete(recipe.run.folder, steps))
             return Outcome(steps)
         predicted = check_memory(recipe, comm.device, comm.size)
-        if predicted is not None:
+        if recipe.model.source is not None:
             logger.log(predicted)
         recipe = with_tokenizer(recipe)  # fetches a model of the hub
         _seed(recipe.run.seed + comm.rank)
