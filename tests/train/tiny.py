@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from shardwise.recipe.read import read_recipe
 from shardwise.recipe.recipe import Recipe
@@ -32,7 +33,7 @@ def text_folder(path: Path, count: int = 60) -> Path:
     """A folder with one file per document."""
     path.mkdir(parents=True, exist_ok=True)
     for number, text in enumerate(documents(count)):
-        (path / f"{number:03}.txt").write_text(text, "utf-8")
+        _write(path / f"{number:03}.txt", text)
     return path
 
 
@@ -41,8 +42,15 @@ def recipe_file(folder: Path) -> Path:
     text_folder(folder / "text")
     path = folder / "tiny.yaml"
     said = RECIPE.replace("SOURCE", str(folder / "text")).replace("FOLDER", str(folder / "run"))
-    path.write_text(said, "utf-8")
+    _write(path, said)
     return path
+
+
+def _write(path: Path, text: str) -> None:
+    """Write it whole or not at all: ranks in threads write the same file while others read it."""
+    with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(text)
+    Path(file.name).replace(path)
 
 
 def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
