@@ -21,8 +21,8 @@ from torch.distributed.fsdp import (
 
 from shardwise.checkpoint.state_dict import StateDict
 from shardwise.config.options import Options
-from shardwise.dialects import DIALECTS, Policy
-from shardwise.dialects.keys import flatten
+from shardwise.dialects import DIALECTS, Policy, read
+from shardwise.dialects.keys import flatten, nest
 from shardwise.dialects.rows import Dialect
 from shardwise.recipe.recipe import keys
 
@@ -147,16 +147,58 @@ expert_parallel.enabled hybrid_engine.enabled weight_quantization.enabled timers
 comet.enabled tensorboard.enabled wandb.enabled csv_monitor.enabled comms_logger.enabled
 flops_profiler.enabled autotuning.enabled aio.block_size checkpoint.tag_validation
 data_efficiency.enabled activation_checkpointing.partition_activations elasticity.enabled
-amp.enabled zero_optimization.stage zero_optimization.offload_param.device
-zero_optimization.cpu_offload_param
-zero_optimization.offload_optimizer.device zero_optimization.cpu_offload_use_pin_memory
-zero_optimization.leaf_module.classes zero_optimization.zenflow.topk_ratio
+amp.enabled
+"""
+ZERO = """
+stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
+elastic_checkpoint sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload
+prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
+max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold
+use_all_reduce_for_fetch_params allgather_sequential stage3_prefetch_bucket_size
+stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters
+stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
+stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold
+stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters
+legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size
+zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
+enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module.classes zenflow.topk_ratio
+mics_shard_size mics_hierarchical_params_gather zeropp_loco_param.err_beta offload_param.device
+offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size
+offload_param.max_in_cpu offload_param.pin_memory offload_optimizer.device
+offload_optimizer.nvme_path offload_optimizer.buffer_count offload_optimizer.pin_memory
+offload_optimizer.pipeline_read offload_optimizer.pipeline_write offload_optimizer.fast_init
+offload_optimizer.ratio offload_optimizer.super_offload offload_optimizer.cpuadam_cores_perc
 """
 
 
 def test_every_key_of_deepspeed_has_a_row() -> None:
-    """As of 0.19, from ``runtime/config.py``, ``constants.py`` and ``zero/config.py``."""
-    assert unknown(DIALECTS["deepspeed"], set(DEEPSPEED.split())) == set()
+    """As of 0.19, from ``runtime/config.py``, ``constants.py`` and ``zero/*config.py``."""
+    dialect, of_zero = DIALECTS["deepspeed"], {f"zero_optimization.{key}" for key in ZERO.split()}
+    assert unknown(dialect, set(DEEPSPEED.split()) | of_zero) == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("stge3_gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"),
+        ("stage_3", "stage"),
+        ("overlap_com", "overlap_comm"),
+        ("offload_optimiser.device", "offload_optimizer.device"),
+        ("offload_param.pin_memry", "offload_param.pin_memory"),
+    ],
+)
+def test_a_key_that_zero_has_not_is_answered_with_the_nearest(key: str, nearest: str) -> None:
+    [entry, *_] = read(nest({f"zero_optimization.{key}": True}), "deepspeed").entries
+    assert entry.status == "ignored"
+    assert entry.text == f"there is no such key; did you mean zero_optimization.{nearest}?"
+
+
+@pytest.mark.parametrize("section", ["fp16", "bf16", "optimizer.params", "scheduler.params"])
+def test_a_key_that_a_section_of_deepspeed_has_not_is_answered(section: str) -> None:
+    report = read(nest({f"{section}.enbled": True}), "deepspeed")
+    assert report.entries[0].text.startswith("there is no such key; did you mean ")
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)

@@ -185,7 +185,8 @@ def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
         return Entry(key, raw, "contradictory", problem)
     if outside:
         return _outside(key, raw, raw, outside)
-    name = nearest(key, dialect.by_key, limit=1)[0]
+    others = (outside.key for outside in dialect.outsiders if "*" not in outside.key)
+    name = nearest(key, [*dialect.by_key, *others], limit=1)[0]
     return Entry(key, raw, "ignored", f"there is no such key; did you mean {name}?")
 
 

@@ -254,11 +254,22 @@ def _table(text: str) -> Iterator[Row | Outside]:
             continue
         key, name, third, *note = line.split(None, 3)
         if name == "-":
-            yield Outside(key, note[0], tuple(third.lower().split(",")))
+            harmless = tuple(third.lower().split(","))
+            yield from (Outside(one, note[0], harmless) for one in _spelled_out(key))
             continue
         converter, _, version = third.partition("@")
         convert = _CONVERTERS[converter]
         yield Row(key.lstrip("<"), name, convert, int(version or 0), key[0] != "<", *note)
+
+
+def _spelled_out(key: str) -> Iterator[str]:
+    """``a.{b,c}`` → ``a.b``, ``a.c``: real keys, of which the nearest answers one that is none."""
+    head, brace, rest = key.partition("{")
+    names, _, tail = rest.partition("}")
+    for name in names.split(",") if brace else ():
+        yield from _spelled_out(head + name + tail)
+    if not brace:
+        yield key
 
 
 @dataclass(frozen=True)
