@@ -221,11 +221,10 @@ def _stream_beside(device: torch.device) -> torch.Stream | None:
 
 
 class Background:
-    """One model's saves in the background: at most one at a time, and the memory for it."""
+    """One model's saves in the background: at most one at a time."""
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
-        self._pool: Pool | None = None
         self._ranks_here = 0  # of this host; 0: not counted yet
         self.loaded_token = ""  # of the checkpoint that was loaded last, which no save removes
 
@@ -243,7 +242,8 @@ class Background:
         if not self._ranks_here:
             self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
         task = begin(sharded, request)
-        pool = self._memory(options.snapshot_bytes, task, comm.device)
+        budget = options.snapshot_bytes or budget_of(self._ranks_here)
+        pool = Pool(budget, task.contents.block, pinned=comm.device.type == "cuda")
         saving = Saving(task, comm, pool, Watched(sharded, request.optimizers))
         try:
             saving.begin()
@@ -279,9 +279,3 @@ class Background:
     def _taken(self) -> Saving | None:
         saving, self._saving = self._saving, None
         return None if saving is None or saving.failure else saving
-
-    def _memory(self, asked: int | None, task: Task, device: torch.device) -> Pool:
-        budget, block = asked or budget_of(self._ranks_here), task.contents.block
-        if self._pool is None or (self._pool.budget, self._pool.block) != (budget, block):
-            self._pool = Pool(budget, block, pinned=device.type == "cuda")
-        return self._pool
