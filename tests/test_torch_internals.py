@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections import OrderedDict
@@ -303,6 +304,18 @@ def test_nodes_are_numbered_as_they_are_made() -> None:
     assert two.grad_fn is not None
     assert internals.sequence_number(one.grad_fn) == first
     assert internals.sequence_number(two.grad_fn) == first + 1
+
+
+def test_a_node_keeps_an_object_that_is_its_own() -> None:
+    """Else one node that ends a call and begins another would not be known to be one."""
+    one = torch.ones(2, requires_grad=True) * 2
+    two = one * 2
+    assert one.grad_fn is not None
+    assert two.grad_fn is not None
+    own = internals.identity(one.grad_fn)
+    gc.collect()
+    assert internals.identity(two.grad_fn.next_functions[0][0]) is own  # type: ignore[arg-type]
+    assert internals.identity(two.grad_fn) is not own
 
 
 def test_a_leafs_node_is_told_from_others() -> None:

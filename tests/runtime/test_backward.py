@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from tests.copies import said
+from tests.elsewhere import backward_elsewhere, nodes_ahead
 from tests.fake import FakeComm
-from tests.nets import Batch
+from tests.nets import Batch, numbers
 from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES, Step, assert_at_rest, averaged, play
 
@@ -237,3 +239,33 @@ def test_a_gradient_with_a_graph_of_its_own_is_refused() -> None:
     text = said(sw.ScheduleError, lambda: value.backward(create_graph=True))
     assert "carries a graph (create_graph=True)" in text
     assert all(param.grad is None for param in sharded.model.parameters())
+
+
+class Recomputed(nn.Module):
+    """Blocks in reentrant checkpoints, whose inputs are made of the root's own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = (nn.Parameter(torch.full((4,), n)) for n in (1.0, 2.0))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.before
+        for block in self.blocks:
+            x = torch.tanh(checkpoint(block, x * self.between, use_reentrant=True))
+        return x * self.between
+
+
+@pytest.mark.parametrize(
+    "ahead", [*range(8), *(pytest.param(n, marks=pytest.mark.prove) for n in range(8, 64))]
+)
+def test_a_recomputation_in_another_thread_leaves_no_unit_early(ahead: int) -> None:
+    """Its nodes are numbered by that thread, from wherever it is."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        nodes_ahead(ahead)
+        model(batch[0].clone().requires_grad_()).square().mean().backward()
+
+    with backward_elsewhere():
+        taken = play(Recomputed(), [step] * 2, [(numbers(rank, (2, 4)),) for rank in range(2)])
+    assert all(one.follows for one in taken)

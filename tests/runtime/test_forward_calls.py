@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 from shardwise.runtime.forward_calls import ForwardCall, ForwardCalls
 
@@ -30,6 +31,10 @@ class Pass:
         self.calls.expect(call)
         return call
 
+    def come_to(self, call: ForwardCall, node: int) -> None:
+        """Autograd is at a node of one thread, of which the number says all."""
+        self.calls.come_to(call, node, node)
+
     def take(self) -> str:
         told, self.told = " ".join(self.told), []
         return told
@@ -39,9 +44,9 @@ def test_a_plain_block_is_entered_at_its_output_and_left_at_its_input() -> None:
     step = Pass()
     block = step.called("block", inputs=1)
     assert step.calls.expects("block")
-    step.calls.come_to(block, 2)
+    step.come_to(block, 2)
     assert step.take() == "+block"
-    step.calls.come_to(block, 3)  # another output
+    step.come_to(block, 3)  # another output
     assert step.take() == ""
     step.calls.leave(block)
     assert step.take() == "-block"
@@ -51,8 +56,8 @@ def test_a_plain_block_is_entered_at_its_output_and_left_at_its_input() -> None:
 def test_one_node_ends_a_call_before_it_begins_another() -> None:
     step = Pass()
     first, second = step.called("0", inputs=1), step.called("1", inputs=2)
-    step.calls.come_to(second, 3)
-    step.calls.come_to(first, 2)
+    step.come_to(second, 3)
+    step.come_to(first, 2)
     assert step.take() == "+1 -1 +0"
 
 
@@ -61,8 +66,8 @@ def test_calls_that_end_at_one_node_end_from_the_inside_out() -> None:
     outer = step.called("outer", inputs=1)
     inner = step.called("inner", inputs=1, inside=outer)
     before = step.called("before", inputs=0)
-    step.calls.come_to(inner, 2)
-    step.calls.come_to(before, 1)
+    step.come_to(inner, 2)
+    step.come_to(before, 1)
     assert step.take() == "+outer +inner -inner -outer +before"
 
 
@@ -71,7 +76,7 @@ def test_after_the_gradient_of_a_leaf_those_of_the_parameters_are_waited_for() -
     for complete in (True, False):
         block = ForwardCall("block", None, first_node=0)
         block.end_is_seen = True
-        step.calls.come_to(block, 2)
+        step.come_to(block, 2)
         step.calls.inputs_complete(block, complete)
         assert step.take() == ("+block -block" if complete else "+block")
     step.calls.parameters_complete("block", all_trained=False)
@@ -83,8 +88,8 @@ def test_complete_parameters_end_only_a_call_whose_inputs_are_complete_or_have_n
 ):
     step = Pass()
     block, embedding = step.called("block", inputs=1), step.called("embedding", inputs=None)
-    step.calls.come_to(block, 2)
-    step.calls.come_to(embedding, 2)
+    step.come_to(block, 2)
+    step.come_to(embedding, 2)
     assert step.take() == "+block +embedding"
     for unit in ("block", "embedding"):
         step.calls.parameters_complete(unit, all_trained=False)
@@ -100,13 +105,27 @@ def test_a_call_without_inputs_has_ended_where_autograd_is_before_its_beginning(
     early = step.called("embedding", inputs=None, start=1)
     encoder = step.called("encoder", inputs=2, start=2)
     late = step.called("embedding", inputs=None, start=5)
-    step.calls.come_to(late, 6)
+    step.come_to(late, 6)
     assert step.take() == "+embedding"
-    step.calls.come_to(encoder, 4)
+    step.come_to(encoder, 4)
     assert step.take() == "-embedding +encoder"
-    step.calls.come_to(early, 2)
+    step.come_to(early, 2)
     step.calls.parameters_complete("embedding", all_trained=True)
     assert step.take() == "-encoder +embedding -embedding"
+
+
+def test_numbers_of_another_thread_end_no_call_and_are_no_identity() -> None:
+    """On a device, a reentrant checkpoint's recomputation is in the thread of the backward pass."""
+    step = Pass()
+    with ThreadPoolExecutor(1) as thread:
+        recomputed = thread.submit(step.called, "block", inputs=None, start=9).result()
+    made, other = object(), object()
+    following = step.called("head", inputs=None, start=1)
+    following.input_nodes, following.end_is_seen = {made}, True
+    step.calls.come_to(recomputed, other, 10)
+    step.calls.come_to(following, other, 5)
+    step.calls.come_to(step.called("embedding", inputs=None), other, 2)
+    assert step.take() == "+block +head +embedding"
 
 
 def test_a_call_around_others_without_inputs_ends_with_the_pass() -> None:
@@ -114,8 +133,8 @@ def test_a_call_around_others_without_inputs_ends_with_the_pass() -> None:
     model = step.called("model", inputs=None, start=1)
     embedding = step.called("embedding", inputs=None, start=1, inside=model)
     block = step.called("block", inputs=2, start=2, inside=model)
-    step.calls.come_to(block, 3)
-    step.calls.come_to(embedding, 2)
+    step.come_to(block, 3)
+    step.come_to(embedding, 2)
     step.calls.parameters_complete("model", all_trained=True)
     assert step.take() == "+model +block -block +embedding"
     step.calls.leave_all(["block", "embedding", "model"])
@@ -125,7 +144,7 @@ def test_a_call_around_others_without_inputs_ends_with_the_pass() -> None:
 def test_a_model_around_its_units_is_never_told() -> None:
     step = Pass()
     block = step.called("block", inputs=1, inside=step.called(None, inputs=1))
-    step.calls.come_to(block, 2)
+    step.come_to(block, 2)
     step.calls.leave_all(["block"])
     assert step.take() == "+block -block"
 
@@ -134,7 +153,7 @@ def test_a_second_pass_through_a_retained_graph_enters_and_leaves_once_more() ->
     step = Pass()
     block = step.called("block", inputs=1)
     for _ in range(2):
-        step.calls.come_to(block, 2)
+        step.come_to(block, 2)
         assert step.calls.expects("block")
         step.calls.leave(block)
         assert step.take() == "+block -block"
@@ -143,10 +162,10 @@ def test_a_second_pass_through_a_retained_graph_enters_and_leaves_once_more() ->
 def test_a_unit_is_expected_until_each_of_its_calls_has_been_left() -> None:
     step = Pass()
     first, second = step.called("block", inputs=1), step.called("block", inputs=2)
-    step.calls.come_to(second, 3)
+    step.come_to(second, 3)
     step.calls.leave(second)
     assert step.calls.expects("block")
-    step.calls.come_to(first, 2)
+    step.come_to(first, 2)
     step.calls.leave(first)
     assert not step.calls.expects("block")
 
@@ -162,9 +181,9 @@ def test_a_call_whose_graph_is_thrown_away_is_forgotten() -> None:
 def test_what_is_forgotten_begins_again_if_its_graph_is_used_after_all() -> None:
     step = Pass()
     block = step.called("block", inputs=1)
-    step.calls.come_to(block, 2)
+    step.come_to(block, 2)
     step.calls.forget()
     assert not step.calls.expects("block")
     step.calls.leave_all(["block"])
-    step.calls.come_to(block, 2)
+    step.come_to(block, 2)
     assert step.take() == "+block +block"

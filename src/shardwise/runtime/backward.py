@@ -31,6 +31,7 @@ from shardwise.torch_internals import (
     disable_torch_function,
     get_grad,
     graph_task,
+    identity,
     is_accumulate_grad,
     keeps_graph,
     queue_callback,
@@ -187,7 +188,8 @@ class Backward:
         """
         self.calls.expect(call)
         for node in outputs:
-            node.register_prehook(partial(self._come_to, call, sequence_number(node)))
+            made = identity(node), sequence_number(node)
+            node.register_prehook(partial(self._come_to, call, *made))
         call.end_is_seen = bool(inputs)
         for node in inputs:
             if is_accumulate_grad(node):
@@ -195,11 +197,11 @@ class Backward:
                 node.register_prehook(partial(self._leave_when_complete, call))
                 continue
             node.register_prehook(partial(self._leave, call))
-            call.input_nodes.add(sequence_number(node))
+            call.input_nodes.add(identity(node))
 
-    def _come_to(self, call: ForwardCall, node: int, gradients: Any) -> None:
+    def _come_to(self, call: ForwardCall, node: object, number: int, gradients: Any) -> None:
         self._begin()
-        self.calls.come_to(call, node)
+        self.calls.come_to(call, node, number)
 
     def _leave(self, call: ForwardCall, gradients: Any) -> None:
         if self.running:

@@ -23,7 +23,9 @@ any order, so both are waited for.
 
 Nothing that requires gradients goes in: an embedding of integers, or frozen inputs. The call has
 ended when each of its parameters is trained and has its gradient, or when autograd comes to a
-node that is older than the call. Each node has a number, and later ones have higher numbers.
+node that is older than the call. Each thread numbers the nodes that it makes, later ones higher,
+and on a device a reentrant checkpoint recomputes in autograd's thread. So only numbers of one
+thread are compared, and none says which node it is.
 
     ids ─▶ [ embedding ] ─▶ node 7 ─▶ …                leave with the weight's gradient,
     node 3 ─▶ [ block ] ─▶ …                           or at node 3, if the call began at 5
@@ -44,12 +46,23 @@ nodes of the graph hold a call, so a graph that is thrown away takes its calls a
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
 __all__ = ["ForwardCall", "ForwardCalls"]
+
+
+class _Thread(threading.local):
+    """The present thread, whose number another one may have when it has ended."""
+
+    def __init__(self) -> None:
+        self.identity = object()
+
+
+_thread = _Thread()
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -59,11 +72,12 @@ class ForwardCall:
     unit: str | None
     parent: ForwardCall | None  # the call around it, whose backward pass begins first
     first_node: int  # autograd's number at its beginning; its nodes are not below it
-    input_nodes: set[int] = field(default_factory=set)  # the numbers of those that made its inputs
+    input_nodes: set[object] = field(default_factory=set)  # those that made its inputs
     end_is_seen: bool = False  # its inputs require gradients, so autograd tells of them
     has_calls_inside: bool = False  # of units; its backward pass ends after theirs
     is_open: bool = False  # its backward pass is under way
     inputs_done: bool = False  # the inputs have their gradients, and not all parameters do
+    thread: object = field(default_factory=lambda: _thread.identity)  # in which it runs
 
     @property
     def ends_unseen(self) -> bool:
@@ -93,12 +107,17 @@ class ForwardCalls:
         """Is the backward pass of a call of ``unit`` to come, or under way?"""
         return bool(self._to_come[unit]) or any(call.unit == unit for call in self._open)
 
-    def come_to(self, call: ForwardCall, node: int) -> None:
-        """Autograd is at ``node``, which made an output of ``call``."""
+    def come_to(self, call: ForwardCall, node: object, number: int) -> None:
+        """Autograd is at a node that made an output of ``call``.
+
+        Args:
+            node: its identity.
+            number: among the nodes of the thread of ``call``.
+        """
         for ended in [one for one in reversed(self._open) if node in one.input_nodes]:
             self.leave(ended)
-        for ended in [one for one in reversed(self._open) if one.first_node > node]:
-            if ended.ends_unseen:
+        for ended in [one for one in reversed(self._open) if one.first_node > number]:
+            if ended.ends_unseen and ended.thread is call.thread:
                 self.leave(ended)
         self._begin(call)
 

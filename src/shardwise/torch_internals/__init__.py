@@ -157,8 +157,14 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def sequence_number(node: Node) -> int:
-    """Return the number that says when the node was made."""
+    """Return the number that says when its thread made the node."""
     return node._sequence_nr()
+
+
+def identity(node: Node) -> object:
+    """Return what is the node's own for life, as its object in Python is not."""
+    metadata = cast("dict[str, object]", node.metadata)  # torch calls it a method, and it is none
+    return metadata.setdefault("shardwise", object())
 
 
 def is_accumulate_grad(node: Node) -> bool:
