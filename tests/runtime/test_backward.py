@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -241,13 +241,22 @@ def test_a_gradient_with_a_graph_of_its_own_is_refused() -> None:
     assert all(param.grad is None for param in sharded.model.parameters())
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + cast("Tensor", self.down(torch.tanh(self.up(x))))
+
+
 class Recomputed(nn.Module):
     """Blocks in reentrant checkpoints, whose inputs are made of the root's own parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.before, self.between = (nn.Parameter(torch.full((4,), n)) for n in (1.0, 2.0))
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.before
@@ -257,14 +266,14 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "ahead", [*range(8), *(pytest.param(n, marks=pytest.mark.prove) for n in range(8, 64))]
+    "ahead", [7, 11, 14, *(pytest.param(n, marks=pytest.mark.prove) for n in range(64))]
 )
 def test_a_recomputation_in_another_thread_leaves_no_unit_early(ahead: int) -> None:
     """Its nodes are numbered by that thread, from wherever it is."""
 
     def step(model: nn.Module, batch: Batch) -> None:
         nodes_ahead(ahead)
-        model(batch[0].clone().requires_grad_()).square().mean().backward()
+        model(batch[0].clone().requires_grad_() * 1.0).square().mean().backward()
 
     with backward_elsewhere():
         taken = play(Recomputed(), [step] * 2, [(numbers(rank, (2, 4)),) for rank in range(2)])

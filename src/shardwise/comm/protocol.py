@@ -21,7 +21,7 @@ from shardwise.comm.memory import Memory
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 
-CLOSED = "it closed its communicator"
+CLOSED, ENDED = "it closed its communicator", "its process ended normally"
 
 OnReceived = Callable[[Sequence[Tensor] | Tensor], None]
 """A callback that gets the pieces that the ranks sent, in rank order."""

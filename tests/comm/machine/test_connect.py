@@ -109,21 +109,27 @@ def test_who_serves_the_store_waits_until_the_others_have_read_why_it_closed(
     assert (shutdown.linger, shutdown.callback) == (seconds, dist.destroy_process_group)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_group_over_which_no_comm_can_be_made_is_destroyed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
+    """On a device, its end would wait for what is unfinished."""
+
     def fail(*_: object) -> NoReturn:
         raise KeyError("no such host")
 
-    destroyed: list[bool] = []
+    ended: list[str] = []
     launch_two(monkeypatch, 0)
     monkeypatch.setattr(connect_module, "_comm", fail)
     called = iter([False, True])  # there is no group at first
     monkeypatch.setattr(dist, "is_initialized", lambda: next(called))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
+    monkeypatch.setattr(connect_module, "device_of", lambda *_: torch.device(device))
+    monkeypatch.setattr(connect_module, "load_backend", lambda row: row.backends[0])
+    monkeypatch.setattr(dist.group.WORLD, "abort", lambda: ended.append("aborted"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append("destroyed"))
     with pytest.raises(KeyError):
-        connect("cpu")
-    assert destroyed == [True]
+        connect(device)
+    assert ended == ["aborted"] * (device == "cuda") + ["destroyed"]
 
 
 def test_torch_waits_longer_than_we_do_where_its_own_watchdog_kills(

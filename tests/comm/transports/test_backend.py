@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -333,6 +335,96 @@ def test_a_call_that_the_backend_refuses_ends_the_group_and_an_empty_one_is_not_
             comm.all_gather(torch.zeros(1, dtype=torch.uint8), Label("gather", "blocks.3"))
     assert str(error.value) == "gather blocks.3 failed on rank 0: no such link"
     assert [group.notes, reductions.notes] == [["all", "aborted"], ["reductions", "aborted"]]
+
+
+class Unfinished(dist.Work):
+    """A collective that no peer takes part in: waiting for it orders streams, and no more."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+@dataclass
+class Device:
+    """What a device with work on it does to a group of one rank, and what became of that."""
+
+    monkeypatch: pytest.MonkeyPatch
+    notes: list[str] = field(default_factory=list)
+    is_idle: bool = False
+    broken: str = ""
+
+    def query(self) -> bool:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        return self.is_idle
+
+    def abort(self) -> None:
+        self.notes.append("aborted")
+        self.is_idle = True
+
+    def destroy(self, _: object) -> None:
+        """It would wait for the device, for ever."""
+        assert self.is_idle
+        self.notes.append("destroyed")
+
+    def comm(self) -> BackendComm:
+        of_one_rank(self.monkeypatch)
+        group, reductions = MagicMock(abort=self.abort), MagicMock()
+        gather = cast("Any", lambda *_, **__: Unfinished())
+        self.monkeypatch.setattr(backend, "_calls", lambda: backend._Calls(gather, gather))
+        self.monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self)
+        self.monkeypatch.setattr(dist, "destroy_process_group", self.destroy)
+        self.monkeypatch.setattr(dist, "new_group", lambda **_: reductions)
+        comm = BackendComm(group, CPU, HashStore(), has_average=False, timeout=60)
+        comm.device = torch.device("cuda", 0)
+        return comm
+
+
+BYTES, GATHER = torch.zeros(1, dtype=torch.uint8), Label("gather", "blocks.3")
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_after_an_error_what_is_unfinished_is_aborted_before_its_group_is_destroyed(
+    monkeypatch: pytest.MonkeyPatch, awaited: bool
+) -> None:
+    device = Device(monkeypatch)
+    with suppress(KeyError), device.comm() as comm:
+        pending = comm.all_gather(BYTES, GATHER)
+        if awaited:
+            pending.wait()
+        raise KeyError
+    assert device.notes == ["aborted", "destroyed"]
+
+
+def test_what_is_finished_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    with suppress(KeyError), device.comm() as comm:
+        comm.all_gather(BYTES, GATHER).wait()
+        device.is_idle = True
+        raise KeyError
+    assert device.notes == ["destroyed"]
+
+
+def test_a_comm_is_closed_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    with device.comm() as comm:
+        comm.all_gather(BYTES, GATHER)  # which nobody awaits
+        threading.Timer(0.1, setattr, (device, "is_idle", True)).start()
+    assert device.notes == ["destroyed"]
+
+
+@pytest.mark.parametrize("broken", ["", "an illegal address"])
+def test_what_will_never_finish_is_said_and_aborted(
+    monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
+    device = Device(monkeypatch)
+    with device.comm() as comm:
+        comm.all_gather(BYTES, GATHER)
+        comm._watchdog._timeout, device.broken = 0.1, broken
+    assert device.notes == ["aborted", "destroyed"]
+    assert (broken or "gather blocks.3") in caplog.text
 
 
 class Aborted(NamedTuple):

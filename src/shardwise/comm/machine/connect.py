@@ -85,6 +85,8 @@ def connect(
     except BaseException as error:
         meeting.fail(error)
         if dist.is_initialized():
+            if dist.group.WORLD is not None and this_device.type != "cpu":
+                dist.group.WORLD.abort()  # its end would wait for what is unfinished
             dist.destroy_process_group()
         raise
     _shared[dist.group.WORLD] = {0: comm}

@@ -8,14 +8,19 @@ On a device, every collective of a comm and all computation with its memory belo
 the host frees memory as soon as that stream waits for its last reader.
 
 These backends have no tags. The watchdog finds mismatched collectives from the ranks' progress.
+
+A group that is destroyed finishes its collectives first, for ever where one has no partners. So
+none is destroyed before the device has finished them, under the watchdog; after an error what is
+unfinished is aborted.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import NamedTuple
 
 import torch
@@ -24,11 +29,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.comm.protocol import Label, OnReceived, Pending, Sizes, check_divisible, rows_of
+from shardwise.comm.protocol import (
+    CLOSED,
+    ENDED,
+    Label,
+    OnReceived,
+    Pending,
+    Sizes,
+    check_divisible,
+    rows_of,
+)
 from shardwise.comm.transports.gloo import close_connections
 from shardwise.comm.transports.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
 from shardwise.comm.watchdog.desync import Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog, weakly
+
+GLANCE = 0.005  # seconds between two looks whether the device has finished
+log = logging.getLogger("shardwise")
 
 SUCCESS = 0  # of torch's C++ enum WorkResult
 
@@ -58,6 +75,8 @@ class BackendComm(Group):
         self._calls = _calls()
         self._gather_group = self._reduce_group = group
         self._is_gloo = dist.get_backend(group) == "gloo"
+        self._unawaited: dict[int, tuple[Collective, Work]] = {}  # by number
+        self._last: Collective | None = None
         self._watchdog = Watchdog(
             *(store, self.rank, self.size, weakly(self._interrupt), timeout),
             *(shutdown.where, shutdown.failure),
@@ -118,9 +137,35 @@ class BackendComm(Group):
         return self._watchdog.gather_texts(collective, text)
 
     def _leave(self, reason: str) -> None:
+        is_idle = self._idle()
+        try:
+            if reason in (CLOSED, ENDED):
+                self._finish(is_idle)
+            aborts = self.is_usable and (bool(self._unawaited) or not is_idle())
+        except RuntimeError as error:  # what was computed is lost, and why must not be
+            log.error("%s", error)  # noqa: TRY400 - its text says all
+            aborts = self.is_usable  # a group that has failed was aborted
         self._watchdog.leave(reason, self.shutdown.linger)
+        if aborts:  # peers have read why by now
+            self._interrupt()
         if self._reduce_group is not self._gather_group:
             dist.destroy_process_group(self._reduce_group)
+
+    def _finish(self, is_idle: Callable[[], bool]) -> None:
+        """Wait until the device has finished all collectives, or raise what the watchdog finds."""
+        for collective, work in tuple(self._unawaited.values()):
+            self._complete(collective, work)
+        if self._last is not None:
+            self._watchdog.waits = Wait(self._last, monotonic(), is_complete=is_idle)
+        while self.is_usable and not is_idle():
+            sleep(GLANCE)
+        self._watchdog.raise_if_failed()
+
+    def _idle(self) -> Callable[[], bool]:
+        """A question: has the device finished what this thread's stream holds?"""
+        if self._last is None or self.device.type == "cpu":
+            return lambda: True
+        return torch.accelerator.current_stream(self.device).query
 
     def _start(
         self,
@@ -136,6 +181,7 @@ class BackendComm(Group):
         except RuntimeError as error:
             raise self._watchdog.explain(error) from error
         assert work is not None  # torch returns None only to ranks outside the group
+        self._last, self._unawaited[collective.seq] = collective, (collective, work)
         return Transfer(partial(self._complete, collective, work), finish)
 
     def _complete(self, collective: Collective, work: Work) -> None:
@@ -147,6 +193,7 @@ class BackendComm(Group):
             work.wait()
         except RuntimeError as error:
             raise self._watchdog.explain(error) from error
+        self._unawaited.pop(collective.seq, None)
 
     def average_is_right(self) -> bool:
         """Test that AVG of 1, 2, …, size is (size + 1) / 2, for some sizes, on every rank."""

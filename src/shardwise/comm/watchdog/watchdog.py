@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
+from shardwise.comm.protocol import ENDED
 from shardwise.comm.watchdog import desync
 from shardwise.comm.watchdog.call_site import user_call
 from shardwise.comm.watchdog.desync import Collective, RankProgress
@@ -271,7 +272,7 @@ def weakly(method: Callable[[], None]) -> Callable[[], None]:
 def process_exit_reason() -> str:
     """Say why this process ends; called at interpreter exit."""
     error: BaseException | None = getattr(sys, "last_value", None)  # set if nobody caught it
-    return f"it raised {error!r}" if error else "its process ended normally"
+    return f"it raised {error!r}" if error else ENDED
 
 
 def _decode_progress(value: bytes) -> RankProgress:
