@@ -71,6 +71,16 @@ def test_a_partial_environment_is_refused_before_anything_starts(
         connect()
 
 
+@pytest.mark.parametrize("transport", ["memory", "messages"])
+def test_a_transport_of_the_cpu_is_refused_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """It would train on the CPU, and say nothing."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with pytest.raises(ConfigError, match=f"transport is '{transport}', which moves the CPU's mem"):
+        connect_module._comm(MagicMock(), torch.device("cuda", 0), 60.0, IMMEDIATE, transport)
+
+
 def test_an_unknown_device_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(ConfigError, match=r"'cudda'\. Known, nearest first: cuda"):
         connect("cudda")
@@ -489,6 +499,7 @@ torch.hpu = SimpleNamespace(
     is_available=lambda: True,
     device_count=lambda: 2,
     set_device=lambda index: None,
+    current_device=lambda: 0,
 )
 """
 
@@ -538,7 +549,6 @@ def test_a_plug_in_that_cannot_be_imported_never_means_the_cpu_in_silence(
         ("cpu", "native", True, "native"),
         ("cuda", "auto", True, "native"),
         ("cuda", "native", True, "native"),
-        ("cuda", "messages", True, "messages"),
     ],
 )
 def test_the_device_and_the_host_choose_the_transport_unless_it_is_passed(

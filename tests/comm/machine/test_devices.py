@@ -20,6 +20,7 @@ from shardwise.comm.machine.devices import (
     device_count,
     device_module,
     device_of,
+    index_of,
     variables_to_set,
 )
 from shardwise.comm.transports.backend import BackendComm
@@ -59,17 +60,48 @@ def test_each_process_gets_the_device_of_its_local_rank(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
     monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1,2,3")
-    assert device_of(row("xpu"), 3) == torch.device("xpu", 3)
+    assert device_of(row("xpu"), None, 3) == torch.device("xpu", 3)
     assert (asked, made_current) == (["xpu"] * 2, [3])
     with pytest.raises(ConfigError) as error:
-        device_of(row("xpu"), 4)
+        device_of(row("xpu"), None, 4)
     text = "local rank 4 wants xpu:4, but torch sees 4 here (ZE_AFFINITY_MASK=0,1,2,3). Each"
     assert str(error.value).startswith(text)
     assert made_current == [3]
 
 
+@pytest.mark.parametrize(
+    ("given", "local_rank", "expected"),
+    [
+        ("xpu", None, "xpu:3"),  # the current one, which the user has set
+        ("xpu", 0, "xpu:0"),
+        ("xpu:1", None, "xpu:1"),
+        ("xpu:1", 0, "xpu:1"),
+    ],
+)
+def test_an_index_is_honoured_and_without_a_launcher_the_current_device_stays(
+    monkeypatch: pytest.MonkeyPatch, given: str, local_rank: int | None, expected: str
+) -> None:
+    made_current: list[int] = [3]
+    module = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 4,
+        current_device=lambda: made_current[-1],
+        set_device=made_current.append,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert device_of(row("xpu"), index_of(given), local_rank) == torch.device(expected)
+    assert made_current[-1] == torch.device(expected).index
+    with pytest.raises(ConfigError, match="this process wants xpu:4, but torch sees 4 here"):
+        device_of(row("xpu"), 4, local_rank)
+
+
+def test_an_index_is_a_number() -> None:
+    with pytest.raises(ConfigError, match=r"device is 'cuda:one'; write 'cuda', or 'cuda:0' with"):
+        connect("cuda:one")
+
+
 def test_cpu_ranks_share_one_device() -> None:
-    assert device_of(row("cpu"), 7) == torch.device("cpu")
+    assert device_of(row("cpu"), None, 7) == torch.device("cpu")
 
 
 def test_devices_are_counted_and_the_cpu_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +117,7 @@ def test_a_device_of_which_there_is_none_is_refused(monkeypatch: pytest.MonkeyPa
     module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 0)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     with pytest.raises(ConfigError, match="torch sees no xpu device on this machine"):
-        device_of(row("xpu"), 0)
+        device_of(row("xpu"), None, 0)
 
 
 def test_a_group_that_exists_computes_on_the_current_device(
@@ -100,6 +132,13 @@ def test_a_group_that_exists_computes_on_the_current_device(
     group = "gloo"
     assert _current_device(group, None) == torch.device("cpu")
     assert _current_device(group, "xpu") == torch.device("xpu", 2)
+    assert _current_device(group, "xpu:2") == torch.device("xpu", 2)
+    with pytest.raises(ConfigError) as error:
+        _current_device(group, "xpu:1")
+    assert str(error.value) == (
+        "the device is xpu:1, and the current one is xpu:2, for which the process group was made. "
+        "Call torch.xpu.set_device(1) before the group is made, or leave the index out."
+    )
 
 
 def test_a_plug_in_is_imported_only_for_a_device_that_torch_does_not_see_yet(

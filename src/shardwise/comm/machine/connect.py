@@ -19,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.machine.accelerators import Accelerator, Backend, row
-from shardwise.comm.machine.devices import detect, device_module, device_of, imported
+from shardwise.comm.machine.devices import (
+    detect,
+    device_module,
+    device_of,
+    imported,
+    index_of,
+)
 from shardwise.comm.machine.environment import Launch, read_launch
 from shardwise.comm.machine.meeting import Meeting, new_client
 from shardwise.comm.protocol import Comm
@@ -46,6 +52,8 @@ def connect(
 
     Args:
         device: a device type such as ``"cuda"``; by default this machine's accelerator, or the CPU.
+            Its index is the process's local rank; without a launcher, that of the current device.
+            ``"cuda:1"`` says it.
         timeout, transport: see ``over``.
 
     Returns:
@@ -61,7 +69,7 @@ def connect(
         return over(dist.group.WORLD, device, timeout, transport)
     accelerator = row(device) if device else detect()
     launch = read_launch(os.environ)
-    this_device = device_of(accelerator, launch.local_rank if launch else 0)
+    this_device = device_of(accelerator, index_of(device), launch.local_rank if launch else None)
     if launch is None:
         return LocalComm(this_device)
     if launch.size == 1:  # programs call torch.distributed at any number of ranks
@@ -195,6 +203,11 @@ def _comm(
 ) -> Comm:
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport is {transport!r}; choose one of {', '.join(TRANSPORTS)}.")
+    if transport in ("memory", "messages") and device.type != "cpu":
+        raise ConfigError(
+            f"transport is {transport!r}, which moves the CPU's memory only, and the device is "
+            f'{device}, so this would train on the CPU. Leave transport out, or pass device="cpu".'
+        )
     if (size := dist.get_world_size(group)) == 1:
         return LocalComm(device)
     rank = dist.get_rank(group)
@@ -238,10 +251,17 @@ def _current_device(group: ProcessGroup, device: str | None) -> torch.device:
     """This rank's device: the current one, which the creator of the group has set."""
     if device is None:
         device = "cpu" if dist.get_backend(group) == "gloo" else detect().device
-    accelerator = row(device)
+    accelerator, index = row(device), index_of(device)
     if accelerator.device == "cpu":
         return torch.device("cpu")
-    return torch.device(accelerator.device, device_module(accelerator).current_device())
+    current = device_module(accelerator).current_device()
+    if index not in (None, current):
+        raise ConfigError(
+            f"the device is {device}, and the current one is {accelerator.device}:{current}, for "
+            f"which the process group was made. Call torch.{accelerator.device}.set_device({index})"
+            " before the group is made, or leave the index out."
+        )
+    return torch.device(accelerator.device, current)
 
 
 def _init_process_group(

@@ -43,10 +43,31 @@ def device_count() -> int:
     return 0 if accelerator.device == "cpu" else int(device_module(accelerator).device_count())
 
 
-def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
-    """The device of the ``local_rank``-th process of a machine, made the current one.
+def index_of(device: str | None) -> int | None:
+    """The index in ``"cuda:1"``, if there is one.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    name, colon, index = (device or "").partition(":")
+    if colon and not index.isdecimal():
+        raise ConfigError(
+            f"device is {device!r}; write {name!r}, or {name + ':0'!r} with an index."
+        )
+    return int(index) if colon else None
+
+
+def device_of(
+    accelerator: Accelerator, index: int | None, local_rank: int | None = None
+) -> torch.device:
+    """This process's device, made the current one.
 
     Always with its index: a bare ``xpu`` has sent libraries down the CUDA path.
+
+    Args:
+        index: the one that the user wants; by default that of the local rank.
+        local_rank: the number of this process on its machine; ``None``: no launcher has started
+            it, and the current device stays.
 
     Raises:
         ConfigError: torch does not know the device, or sees fewer of it than there are processes.
@@ -60,18 +81,21 @@ def device_of(accelerator: Accelerator, local_rank: int) -> torch.device:
             f"torch sees no {accelerator.device} device on this machine. Pass "
             'device="cpu" (--run.device cpu), or none to use what is there.'
         )
-    if local_rank >= count:
-        name = accelerator.visible_devices
+    wanted = local_rank if index is None else index
+    if wanted is None:
+        return torch.device(accelerator.device, module.current_device())
+    if wanted >= count:
+        name, who = accelerator.visible_devices, f"local rank {local_rank}"
         visible = f" ({name}={os.environ[name]})" if name in os.environ else ""
         raise ConfigError(
-            f"local rank {local_rank} wants {accelerator.device}:{local_rank}, but torch sees "
-            f"{count} here{visible}. Each process needs a device of its own: start "
+            f"{who if index is None else 'this process'} wants {accelerator.device}:{wanted}, but "
+            f"torch sees {count} here{visible}. Each process needs a device of its own: start "
             f'at most {count} processes on this machine, or pass device="cpu". If the launcher '
             "shows each process only a device of its own, let it show all of them "
             "(srun --gpu-bind=none)."
         )
-    module.set_device(local_rank)
-    return torch.device(accelerator.device, local_rank)
+    module.set_device(wanted)
+    return torch.device(accelerator.device, wanted)
 
 
 def device_module(accelerator: Accelerator) -> Any:
