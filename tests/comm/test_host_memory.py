@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -69,8 +70,10 @@ class Stream:
     def wait_event(self, event: SimpleNamespace) -> None:
         self.notes.append(f"{self.name} waits for an event of {event.of}")
 
+    device = torch.device("cuda")
+
     def record_event(self) -> SimpleNamespace:
-        return SimpleNamespace(of=self.name, device="cuda")
+        return SimpleNamespace(of=self.name)
 
     def synchronize(self) -> None:
         self.notes.append(f"the host waits for {self.name}")
@@ -106,3 +109,22 @@ def test_beside_an_accelerator_copies_follow_what_was_computed_and_are_waited_fo
     notes.clear()
     host.wait()
     assert (notes, host._sources) == (["the host waits for copy"], [])
+
+
+def test_what_a_block_has_copied_is_waited_for_also_after_an_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else memory would be freed to which the copy stream still writes."""
+    notes: list[str] = []
+    compute, copies = Stream("compute", notes), Stream("copy", notes)
+    monkeypatch.setattr(torch, "Stream", lambda device: copies)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
+    pendings = []
+    with (
+        contextlib.suppress(KeyError),
+        HostMemory(torch.device("cuda")).copying() as pending,
+    ):
+        pendings.append(pending)
+        raise KeyError
+    pendings[0].wait()
+    assert notes == ["copy waits for compute", "copies", "compute waits for an event of copy"]

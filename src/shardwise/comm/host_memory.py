@@ -48,11 +48,11 @@ class HostMemory(Memory):
         ``source`` must not be written before ``wait``.
         """
         self.copied["load"] += source.nbytes
-        with self.copying():
+        with self.copying() as copied:
             if source.dtype is not out.dtype:
                 source = source.to(out.device, non_blocking=True)
             out.copy_(source, non_blocking=True)
-            return _Copied(self._stream.record_event()) if self._pins else Completed()
+        return copied
 
     def store(self, source: Tensor) -> Tensor:
         """Copy ``source``, on the device, to new host memory, which is complete after ``wait``."""
@@ -74,14 +74,21 @@ class HostMemory(Memory):
             self._sources.clear()
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Order copies in the block after the current stream's work, and do not wait for them."""
+    def copying(self) -> Iterator[Pending]:
+        """Order copies in the block after the current stream's work, and do not wait for them.
+
+        Yields what to wait for, once the block has ended: all of it, also where it raised.
+        """
         if not self._pins:
-            yield
+            yield Completed()
             return
         self._stream.wait_stream(torch.accelerator.current_stream(self._beside))
         with self._stream:
-            yield
+            copied = _Copied(self._stream)
+            try:
+                yield copied
+            finally:
+                copied.event = self._stream.record_event()
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
@@ -95,10 +102,11 @@ class HostMemory(Memory):
 
 
 class _Copied:
-    """A copy on another stream. Final; see ``Pending``."""
+    """Copies on another stream. Final; see ``Pending``."""
 
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
+    def __init__(self, stream: torch.Stream) -> None:
+        self._device = stream.device
+        self.event: torch.Event
 
     def wait(self) -> None:
-        torch.accelerator.current_stream(self._event.device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self.event)

@@ -163,7 +163,8 @@ class Bucket:
         self._refill()
         self.update()
         self.load()
-        with self._sent.copying():
+        with self._sent.copying() as copied:
+            self._pending = copied
             self.copied += self._sent.fill(self.shard)
             if not self.allocation.whole:
                 self._pending = self.mesh.shard.all_gather(self._writer, self._label)
@@ -189,7 +190,8 @@ class Bucket:
             return
         self.adopt()
         self.load()
-        self.copied += self._sent.update(self.shard)
+        with self._sent.copying() as self._pending:
+            self.copied += self._sent.update(self.shard)
 
     def ready(self) -> None:
         """Wait for the gather and let the parameters be views of the full bucket."""

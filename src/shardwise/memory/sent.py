@@ -52,13 +52,15 @@ class Sent:
         return self._host.load(self.piece, shard)
 
     def update(self, shard: Tensor) -> int:
-        """Join the pieces of the ranks that hold copies, a collective; bytes copied here."""
+        """Join the pieces of the ranks that hold copies, a collective; bytes copied here.
+
+        Inside ``copying``.
+        """
         moves = not self._loads and shard.data_ptr() != self.piece.data_ptr()
         if moves:
             self.piece.copy_(shard)
-        with self.copying():
-            label = Label("update", self._spec.title)
-            self._mesh.replicate.all_gather(self.joined, label).wait()
+        label = Label("update", self._spec.title)
+        self._mesh.replicate.all_gather(self.joined, label).wait()
         self.is_updated = True
         return self.piece.nbytes * moves
 
@@ -71,6 +73,9 @@ class Sent:
         self._out.copy_(source)
         return self._out.nbytes
 
-    def copying(self) -> AbstractContextManager[None]:
-        """Order what is issued inside after what is loaded."""
+    def copying(self) -> AbstractContextManager[Pending | None]:
+        """Order what is issued inside after what is loaded; yields what to wait for, if anything.
+
+        What was to be waited for before is included.
+        """
         return self._host.copying() if self._loads else nullcontext()
