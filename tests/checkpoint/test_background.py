@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -284,6 +285,18 @@ def test_a_writer_that_ends_without_a_word_has_not_saved(
 
     assert "its writer died" in on_ranks(2, DECODER.build, rank)[0]
     assert names(tmp_path) == []
+
+
+def test_the_writer_copies_in_a_stream_that_follows_that_of_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the default stream it would read what the user's own stream has yet to compute."""
+    users, beside = MagicMock(), MagicMock()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: users)
+    monkeypatch.setattr(torch, "Stream", lambda device: beside)
+    assert background._stream_beside(torch.device("cuda", 0)) is beside
+    beside.wait_stream.assert_called_once_with(users)
+    assert background._stream_beside(torch.device("cpu")) is None
 
 
 def test_a_save_in_inference_mode_leaves_memory_for_the_next(tmp_path: Path) -> None:

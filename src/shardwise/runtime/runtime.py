@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.malloc import keep_mapped
+from shardwise.comm.one_stream import OneStream
 from shardwise.comm.protocol import Comm, Label
 from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
@@ -58,6 +59,7 @@ class Runtime:
         self._unreported = {
             (op, unit) for unit in units if not policy.gathers(unit) for op in (Op.GATHER, Op.FREE)
         }
+        self._stream = OneStream(comm.device)
         self._peers_may_read = False  # a peer may still compute with shared parameters
         self._may_keep_mapped = comm.device.type == "cpu" and comm.size > 1
         buckets = [bucket for state in units.values() for bucket in state.buckets]
@@ -80,6 +82,7 @@ class Runtime:
 
     def enter(self, unit: str, phase: Phase, listed: bool = True) -> None:
         """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation."""
+        self._stream.check()
         if phase is Phase.BACKWARD:
             for bucket in self.units[unit].trainable:
                 bucket.gradients.arrived_now.clear()

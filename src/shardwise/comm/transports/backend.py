@@ -4,8 +4,8 @@ Reductions have a process group of their own: on a shared one, a gather that the
 waits for would queue behind reductions of the backward pass. A narrow dtype is summed in a wider
 one by an all-to-all and one local kernel, which sends half the bytes of widening first.
 
-On a device, every collective of a comm and all computation with its memory belong on one stream:
-the host frees memory as soon as that stream waits for its last reader.
+On a device, every collective of a comm and all computation with its memory belong on one stream
+(see ``one_stream``): the host frees memory as soon as that stream waits for its last reader.
 
 These backends have no tags. The watchdog finds mismatched collectives from the ranks' progress.
 
