@@ -5,6 +5,9 @@
 
 MNIST's four files are read from ../data (--data), packed or not, as torchvision leaves them.
 Where they are not, scikit-learn's 1,797 small digits are used, which need no download.
+
+shardwise.comm and shardwise.launch are no public names: they are here so that `python` alone and
+each launcher start the same file. A program for one launcher needs neither.
 """
 
 import argparse

@@ -7,6 +7,10 @@
 The model is transformers' Llama, and the loop is written out. Shape, data and batch are those of
 recipes/pretrain-150m-c4.yaml, which `shardwise train` trains in one line. The same command again
 goes on where the last checkpoint was saved, on as many ranks or on others.
+
+shardwise.recipe and shardwise.train are no public names, and may change: they give this loop the
+numbers and the batches that `shardwise train` has. A program of yours has its own of both. Nor are
+shardwise.comm and shardwise.launch, which tell `python` from a launcher and start two ranks.
 """
 
 import argparse

@@ -2,6 +2,9 @@
 
 python examples/toy.py                                 two processes, by mp.spawn
 torchrun --nproc-per-node 2 examples/toy.py            the same, by torchrun; or by mpirun, srun
+
+shardwise.comm and shardwise.launch are no public names: they are here so that `python` alone and
+each launcher start the same file. A program for one launcher needs neither.
 """
 
 import argparse

@@ -10,13 +10,10 @@ and the collectives that ran are those that were printed.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.machine.environment import read_launch
 
 DIM = 64
 
@@ -28,40 +25,36 @@ def create_model() -> nn.Module:
 
 def main() -> None:
     model, x = create_model(), torch.randn(DIM, DIM)
-    launch = read_launch(os.environ)
-    ranks = (launch.rank, launch.size) if launch else (0, 2)
-
-    traced = sw.trace(model, x, "shard_grad_op", ranks)
-    fwd_traces, bwd_traces = traced.last_traces, traced.last_backward_traces
-    if ranks[0] == 0:
-        print(fwd_traces[-1])
-        print("*******" * 8)
-        print(bwd_traces[-1])
-    if launch:
-        compare(model, x, traced)
-
-
-def compare(model: nn.Module, x: torch.Tensor, traced: sw.Trace) -> None:
-    """Run the programs, then the engine, on the device that this machine has."""
     with sw.connect() as comm:
-        model, x = model.to(comm.device), x.to(comm.device)
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        comm.counters.reset()
-        ran = traced.run(comm, state, x)
-        by_program = dict(comm.counters.bytes_sent)
-
-        sharded = sw.shard(model, "shard_grad_op", comm=comm)
-        comm.counters.reset()
-        with sw.record(sharded) as recording:
-            model(x).sum().backward()
-        by_engine = {op: comm.counters.bytes_sent.get(op, 0) for op in by_program}
-
-        equal = all(
-            torch.equal(param.grad, ran.gradients[name]) for name, param in model.named_parameters()
-        )
-        same = by_program == by_engine and recording.events == traced.schedule.events
+        ranks = (comm.rank, comm.world_size) if comm.world_size > 1 else (0, 2)
+        traced = sw.trace(model, x, "shard_grad_op", ranks)
         if comm.rank == 0:
-            print(f"program and engine: gradients equal {equal}, collectives equal {same}")
+            print(traced.last_traces[-1])
+            print("*******" * 8)
+            print(traced.last_backward_traces[-1])
+        if comm.world_size > 1:
+            compare(comm, model.to(comm.device), x.to(comm.device), traced)
+
+
+def compare(comm: sw.Comm, model: nn.Module, x: torch.Tensor, traced: sw.Trace) -> None:
+    """Run the programs, then the engine, on the device that this machine has."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    comm.counters.reset()
+    ran = traced.run(comm, state, x)
+    by_program = dict(comm.counters.bytes_sent)
+
+    sharded = sw.shard(model, "shard_grad_op", comm=comm)
+    comm.counters.reset()
+    with sw.record(sharded) as recording:
+        model(x).sum().backward()
+    by_engine = {op: comm.counters.bytes_sent.get(op, 0) for op in by_program}
+
+    equal = all(
+        torch.equal(param.grad, ran.gradients[name]) for name, param in model.named_parameters()
+    )
+    same = by_program == by_engine and recording.events == traced.schedule.events
+    if comm.rank == 0:
+        print(f"program and engine: gradients equal {equal}, collectives equal {same}")
 
 
 if __name__ == "__main__":
