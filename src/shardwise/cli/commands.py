@@ -211,9 +211,9 @@ Exit status: 0 if everything is complete;
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: Path, **options: bool) -> None:
     """The command; its help is ``INSPECT``."""
-    from shardwise.cli.inspect import InspectOptions, run_inspect
+    from shardwise.cli.inspect import run_inspect
 
-    run_inspect(path, InspectOptions(**options))
+    run_inspect(path, **options)
 
 
 # --- export ----------------------------------------------------------------------------------

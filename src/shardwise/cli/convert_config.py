@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -25,22 +24,20 @@ from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError, nearest
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
-    """The options of the command."""
-
-    source: str | None = None
-    to: str = "recipe"
-    output: Path | None = None
-    strict: bool = False
-    overwrite: bool = False
-
-
-def run_convert_config(words: Sequence[str], options: ConvertOptions) -> None:
+def run_convert_config(
+    words: Sequence[str],
+    *,
+    source: str | None,
+    to: str,
+    output: Path | None,
+    strict: bool,
+    overwrite: bool,
+) -> None:
     """Print the report, and write the configuration in the other dialect.
 
     Args:
         words: a file, or a command.
+        source, to: dialects; ``None``: the one that knows most of the keys.
 
     Raises:
         ConfigError: keys contradict each other, or with ``strict`` one is not used; then nothing
@@ -48,29 +45,29 @@ def run_convert_config(words: Sequence[str], options: ConvertOptions) -> None:
     """
     path = Path(words[0] if len(words) == 1 else "command")
     text = path.read_text("utf-8") if len(words) == 1 else shlex.join(words)
-    for name in filter(None, (options.source, options.to)):
+    for name in filter(None, (source, to)):
         if name not in DIALECTS:
             near = nearest(name, DIALECTS)[0]
             raise ConfigError(f"there is no dialect {name!r}; nearest is {near!r}.")
-    output = options.output or Path(f"{path.stem}.{options.to}{_suffix(options.to)}")
-    if output.exists() and not options.overwrite:
+    output = output or Path(f"{path.stem}.{to}{_suffix(to)}")
+    if output.exists() and not overwrite:
         raise ConfigError(f"{output} exists; name another --output, or pass --overwrite.")
-    tree, source = _load(path, text, len(words) > 1)
-    report = read(tree, options.source or source)
+    tree, known = _load(path, text, len(words) > 1)
+    report = read(tree, source or known)
     click.echo(f"{escape(path)}: {report.dialect.title}")
     click.echo("\n".join(_lines(report, terminal_width())))
-    report.check(options.strict)
+    report.check(strict)
     if not report.flat:
         raise ConfigError(f"{path} sets nothing that a recipe has, so nothing is written.{_KNOWN}")
     if report.dialect.name == "script" and not is_of_trainer(report.dialect, tree):
         click.echo(f"note      {_LOOP}")
-    if options.to == "recipe":
+    if to == "recipe":
         text = "".join(_recipe(report, path, output))
     else:
-        written = write(report.policy, options.to)
-        text = _dump(written.tree, options.to)
+        written = write(report.policy, to)
+        text = _dump(written.tree, to)
         for name, (value, other) in written.lost.items():
-            click.echo(f"lost      {name}: {value}; {options.to} would read {other}")
+            click.echo(f"lost      {name}: {value}; {to} would read {other}")
     output.write_text(text, "utf-8")
     click.echo(f"wrote     {escape(output)}")
 

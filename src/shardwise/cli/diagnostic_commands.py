@@ -40,9 +40,9 @@ Examples:
 @click.option("--overwrite", is_flag=True, help="Replace the file to write.")
 def convert_config(words: tuple[str, ...], **options: Any) -> None:
     """The command; its help is ``CONVERT_CONFIG``."""
-    from shardwise.cli.convert_config import ConvertOptions, run_convert_config
+    from shardwise.cli.convert_config import run_convert_config
 
-    run_convert_config(words, ConvertOptions(**options))
+    run_convert_config(words, **options)
 
 
 # --- doctor ----------------------------------------------------------------------------------
@@ -80,11 +80,11 @@ Exit status: 0 if all is well; 1 if something is missing, or a check did not pas
 @click.option(
     "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON."
 )
-def doctor(**wanted: Any) -> None:
+def doctor(**options: Any) -> None:
     """The command; ``DOCTOR`` is what people read."""
-    from shardwise.cli.doctor import Examination, run_doctor
+    from shardwise.cli.doctor import run_doctor
 
-    run_doctor(Examination(**wanted))
+    run_doctor(**options)
 
 
 # --- trace -----------------------------------------------------------------------------------
@@ -124,9 +124,9 @@ Examples:
 @click.option("--diff", nargs=2, metavar="STRATEGY STRATEGY", help="Compare two strategies.")
 def trace(model: str | None, **options: Any) -> None:
     """The command; its help is ``TRACE``."""
-    from shardwise.cli.trace import Asked, run_trace
+    from shardwise.cli.trace import run_trace
 
-    run_trace(model, Asked(**options))
+    run_trace(model, **options)
 
 
 # --- explain ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,41 +33,32 @@ from shardwise.launch.launcher import exit_with_launcher, start
 CPU_RANKS = 2  # of the conformance suite, where there is no accelerator
 
 
-@dataclass(frozen=True)
-class Examination:
-    """Options of ``doctor``: what to look at, and where to write it down."""
-
-    conformance: bool
-    device: str | None
-    nproc: int | None
-    output: Path | None
-
-
-def run_doctor(wanted: Examination) -> None:
+def run_doctor(
+    *, conformance: bool, device: str | None, nproc: int | None, output: Path | None
+) -> None:
     """``shardwise doctor``; raises where something is missing, or not right."""
-    if not wanted.conformance:
-        _look(wanted)
+    if not conformance:
+        _look(device, output)
         return
-    if read_launch(os.environ) is None and (ranks := _ranks(wanted)) > 1:
-        given = {"device": wanted.device, "output": wanted.output}
+    if read_launch(os.environ) is None and (ranks := nproc or _ranks(device)) > 1:
+        given = {"device": device, "output": output}
         options = [f"--{name}={value}" for name, value in given.items() if value is not None]
         start([sys.executable, "-m", "shardwise.cli", "doctor", "--conformance", *options], ranks)
         return
     exit_with_launcher(os.environ)
     try:
-        with connect(wanted.device) as comm:
-            _examine(comm, wanted.output)
+        with connect(device) as comm:
+            _examine(comm, output)
     except ShardwiseError as error:
         if write_error_file(error):
             sys.exit(1)
         raise
 
 
-def _ranks(wanted: Examination) -> int:
+def _ranks(device: str | None) -> int:
     """Devices are counted and not used here: on some, only one process can."""
-    ours = _accelerator(wanted.device)
-    devices = CPU_RANKS if ours.device == "cpu" else device_module(ours).device_count()
-    return wanted.nproc or max(1, devices)
+    ours = _accelerator(device)
+    return CPU_RANKS if ours.device == "cpu" else max(1, device_module(ours).device_count())
 
 
 def _accelerator(device: str | None) -> Accelerator:
@@ -77,16 +68,16 @@ def _accelerator(device: str | None) -> Accelerator:
 # --- what is here ----------------------------------------------------------------------------
 
 
-def _look(wanted: Examination) -> None:
+def _look(device: str | None, output: Path | None) -> None:
     found, seen = packages(), [devices(known.device) for known in ROWS]
     for lines in (_package_lines(found), _device_lines(seen), _variable_lines()):
         click.echo("\n".join([*lines, ""]))
-    ours = _accelerator(wanted.device)
+    ours = _accelerator(device)
     here = next(one for one in seen if one.accelerator is ours)
     click.echo(f"here      ranks use {here.accelerator.device} over {here.backend or 'nothing'}")
-    if wanted.output:
+    if output:
         facts = {**_facts(found), "devices": {one.accelerator.device: one.names for one in seen}}
-        _write(wanted.output, facts)
+        _write(output, facts)
     if launch := read_launch(os.environ):  # or why a launcher's variables start no run
         where = f", which meet at {launch.address}:{launch.port}" if launch.address else ""
         click.echo(f"launch    rank {launch.rank} of {launch.size}{where}")

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,19 @@ from shardwise.train.records import plural
 EXIT_OK, EXIT_PROBLEM, EXIT_ERROR = 0, 1, 2
 
 
-@dataclass(frozen=True)
-class InspectOptions:
-    """The options of ``shardwise inspect``."""
-
-    verify: bool = False
-    list_all: bool = False
-    as_json: bool = False
-
-
-def run_inspect(path: Path, options: InspectOptions) -> None:
+def run_inspect(path: Path, *, verify: bool, list_all: bool, as_json: bool) -> None:
     """``shardwise inspect``; exits with ``EXIT_OK``, ``EXIT_PROBLEM`` or ``EXIT_ERROR``."""
     try:
-        status = _status(meant(path.expanduser()), options)
+        path = meant(path.expanduser())
+        if (folder := folder_of_run(path)) is None:
+            status = _show_checkpoint(path, verify, list_all, as_json)
+        elif list_all:
+            raise ConfigError(
+                "--all lists the tensors of a checkpoint, and this is a run. Pass one of its "
+                "checkpoints, such as RUN/latest."
+            )
+        else:
+            status = _show_run(survey(folder), verify, as_json)
     except ShardwiseError as error:
         click.echo(f"error: {escape_lines(str(error))}", err=True)
         sys.exit(EXIT_ERROR)
@@ -43,18 +42,6 @@ def run_inspect(path: Path, options: InspectOptions) -> None:
         click.echo(f"error: JSON in a file of {path} is nested too deeply to be shown", err=True)
         sys.exit(EXIT_ERROR)
     sys.exit(status)
-
-
-def _status(path: Path, options: InspectOptions) -> int:
-    folder = folder_of_run(path)
-    if folder is None:
-        return _show_checkpoint(path, options.verify, options.list_all, options.as_json)
-    if options.list_all:
-        raise ConfigError(
-            "--all lists the tensors of a checkpoint, and this is a run. Pass one of its "
-            "checkpoints, such as RUN/latest."
-        )
-    return _show_run(survey(folder), options.verify, options.as_json)
 
 
 def _print_json(value: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from math import prod
@@ -22,42 +21,32 @@ SIDE = 62  # characters of one side
 FOLDED = 3  # equal lines that are shown around a difference
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Arguments of the command.
+def run_trace(
+    model: str | None,
+    *,
+    strategy: str,
+    world: int,
+    rank: int,
+    stage: str | None,
+    diff: tuple[str, str] | None,
+    mesh: tuple[int, int] | None,
+) -> None:
+    """Print a stage's program (``None``: what runs), or those of two strategies side by side.
 
-    Attributes:
-        strategy, world, rank: what is traced.
-        stage: a stage's name; ``None`` = what runs.
-        diff: two strategies to compare.
-        mesh: the copies and the ranks of each, for hybrids; then ``world`` is their product.
+    With a hybrid's ``mesh`` the world is its product.
     """
-
-    strategy: str
-    world: int
-    rank: int
-    stage: str | None = None
-    diff: tuple[str, str] | None = None
-    mesh: tuple[int, int] | None = None
-
-
-def run_trace(model: str | None, asked: Asked) -> None:
-    """Print what was asked for."""
     named = named_model(model)
     if named.inputs is None:
         raise ConfigError(
             f"{model} returns no input, so there is nothing to trace. Return both: return model, "
             "torch.randn(8, 64)."
         )
-    world = prod(asked.mesh) if asked.mesh else asked.world
-    ranks, strategies = (asked.rank, world), asked.diff or (asked.strategy,)
-    meshes = [mesh_of(s, asked.mesh) if asked.diff else asked.mesh for s in strategies]
+    ranks = rank, prod(mesh) if mesh else world
     traces = [
-        trace(named.model, named.inputs, strategy, ranks, mesh=mesh)
-        for strategy, mesh in zip(strategies, meshes, strict=True)
+        trace(named.model, named.inputs, name, ranks, mesh=mesh_of(name, mesh) if diff else mesh)
+        for name in diff or (strategy,)
     ]
-    lines = _compared(*traces) if asked.diff else _programs(traces[0], asked.stage)
-    click.echo("\n".join(lines))
+    click.echo("\n".join(_compared(*traces) if diff else _programs(traces[0], stage)))
 
 
 def _programs(traced: Trace, name: str | None) -> Iterator[str]:
