@@ -18,6 +18,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint.methods import (
     METHODS,
     Method,
+    engine_of,
     is_async,
     method_of,
     synchronous,
@@ -39,7 +40,7 @@ class Lap:
 
     stall: float  # until training may go on
     save: float  # until all is durable; with the steps that are taken meanwhile
-    load: float  # its files are in memory
+    load: float | None  # its files are in memory; ``None`` where nothing loads them
     nbytes: int  # of the files
     cold: float | None = None  # they are not in memory; ``None`` where they always are
     from_disk: int = 0  # bytes that the cold load fetched from the disk
@@ -60,12 +61,11 @@ def measure(worker: Worker, size: Size, place: str, rounds: int) -> None:
     with worker.group():
         models = {name: trained_model(name, size) for name in ("ours", "dcp")}
         bits = {name: trained.copy() for name, trained in models.items()}
-        model_of = {name: "ours" if name.startswith("ours") else "dcp" for name in METHODS}
-        methods = {name: method_of(name, models[model_of[name]]) for name in METHODS}
+        methods = {name: method_of(name, models[engine_of(name)]) for name in METHODS}
 
         def lap(name: str, _: int) -> Lap:
             gc.collect()
-            return _lap(methods[name], Path(place) / "step-1", bits[model_of[name]], size)
+            return _lap(methods[name], Path(place) / "step-1", bits[engine_of(name)], size)
 
         for name in METHODS:
             lap(name, 0)  # imports and allocates for all
@@ -111,7 +111,9 @@ def _save(method: Method, folder: Path, batch: Batch) -> tuple[float, float, flo
     return stall, meanwhile, perf_counter() - start
 
 
-def _load(method: Method, folder: Path, bits: Bits, steps: set[float]) -> float:
+def _load(method: Method, folder: Path, bits: Bits, steps: set[float]) -> float | None:
+    if method.load is None:
+        return None
     method.trained.renew()
     dist.barrier()
     start = perf_counter()
@@ -123,7 +125,7 @@ def _load(method: Method, folder: Path, bits: Bits, steps: set[float]) -> float:
 
 def _cold(method: Method, folder: Path, bits: Bits, steps: set[float]) -> tuple[float | None, int]:
     """The same with the files' bytes on the disk only."""
-    if is_async(method.name) or kind_of(folder) == "tmpfs":
+    if method.load is None or is_async(method.name) or kind_of(folder) == "tmpfs":
         return None, 0
     method.trained.renew()  # what somebody has mapped cannot be forgotten
     gc.collect()
@@ -171,7 +173,7 @@ def extra_memory(name: str, size: Size, world: int, folder: Path) -> dict[str, i
     one save and load to warm up, with freed memory given back; for a load, which makes the
     optimizer's moments, the base has their bytes, too. An asynchronous method only saves.
     """
-    phases = ["save"] if is_async(name) else ["save", "load"]
+    phases = ["save"] if is_async(name) or name == "plain" else ["save", "load"]
     with Workers(world, _hold, name, size, str(folder)) as workers:
         return {phase: _most(workers) for phase in phases}
 
@@ -192,13 +194,14 @@ def _hold(worker: Worker, name: str, size: Size, place: str) -> None:
         first = method_of(synchronous(name), trained)  # its memory for later saves is measured
         chosen = method_of(name, trained)
         _save_and_wait(first, folder)
-        trained.renew()
-        first.load(folder)
+        if first.load is not None:
+            trained.renew()
+            first.load(folder)
         remove_together(folder)
         _begin(worker)
         _save_and_wait(chosen, folder)
         worker.send("saved")
-        if not is_async(name):
+        if chosen.load is not None and not is_async(name):
             moments = sum(v.nbytes for kind, _, _, v in trained.parts() if kind != "param")
             trained.renew()
             _begin(worker, moments)

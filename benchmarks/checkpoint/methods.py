@@ -5,6 +5,8 @@
                         get_state_dict, with the defaults: one writing thread, files synced
     full                FSDP2's full state dict in host memory of rank 0, torch.save, and back by
                         torch.load(mmap) and broadcast_from_rank0
+    plain               pwrite of what ours saves, each rank to a file of its own, and fsync: what
+                        the disk takes. It is no checkpoint, and nothing loads it
 
 All are durable when they return: DCP syncs its files by default, ``torch.save`` does not, so
 ``full`` does it here. Ours computes a checksum of every byte while it saves and compares it while
@@ -40,7 +42,7 @@ class Method:
     # begin to save into a folder that is not there yet; what waits until it is durable, or
     # ``None`` where it is
     save: Save
-    load: Load  # from there into a fresh trained
+    load: Load | None  # from there into a fresh trained
 
 
 def is_async(method: str) -> bool:
@@ -55,7 +57,12 @@ def method_of(name: str, trained: TrainedModel) -> Method:
 
 def trained_model(name: str, size: Size) -> TrainedModel:
     """A trained that this method can save. A collective."""
-    return ours(size) if name.startswith("ours") else fsdp2(size)
+    return ours(size) if engine_of(name) == "ours" else fsdp2(size)
+
+
+def engine_of(name: str) -> str:
+    """Whose state the method of this name saves."""
+    return "ours" if name.startswith(("ours", "plain")) else "dcp"
 
 
 def synchronous(name: str) -> str:
@@ -148,10 +155,27 @@ def _full_load(trained: TrainedModel, folder: Path) -> None:
     )
 
 
-METHODS: dict[str, Callable[[TrainedModel], tuple[Save, Load]]] = {
+def _plain(trained: TrainedModel) -> tuple[Save, None]:
+    def save(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        with (folder / f"rank-{dist.get_rank()}").open("wb", buffering=0) as file:
+            at = 0
+            for _, _, _, value in trained.parts():
+                left = value.contiguous().view(-1).view(torch.uint8).numpy().data
+                while left:
+                    done = os.pwrite(file.fileno(), left, at)
+                    at, left = at + done, left[done:]
+            os.fsync(file.fileno())
+        dist.barrier()
+
+    return save, None
+
+
+METHODS: dict[str, Callable[[TrainedModel], tuple[Save, Load | None]]] = {
     "ours": _ours,
     "dcp": _dcp,
     "full": _full,
+    "plain": _plain,
     "ours_async": partial(_ours, early=True),
     "dcp_async": _dcp_async,
 }

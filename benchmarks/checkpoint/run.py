@@ -17,7 +17,8 @@ from benchmarks.harness.report import MIB, Column, Report, Row, Table, verdict
 from benchmarks.harness.workers import on_ranks
 
 SYNC = (
-    Column("method"), Column("save s", ".3f"), Column("save ÷", ".3f", drawn=True, target=1 / 3),
+    Column("method"), Column("save s", ".3f"), Column("save ÷", ".3f", drawn=True),
+    Column("÷ plain", ".3f", target=1.15),
     Column("load s", ".3f"), Column("load ÷", ".3f", drawn=True, target=1 / 3),
     Column("cold s", ".3f"), Column("cold ÷", ".3f", target=1 / 3), Column("GB fetched", ".3f"),
     Column("GB on disk", ".3f"), Column("MiB to save", ".0f"), Column("MiB to load", ".0f"),
@@ -25,8 +26,13 @@ SYNC = (
 ASYNC = (
     Column("method"), Column("stall ms", ".0f"), Column("÷ its sync", ".3f", target=0.05),
     Column("durable s", ".3f"), Column("steps ×", ".2f"), Column("lost ms", ".0f"),
-    Column("MiB to save", ".0f"),
+    Column("lost ÷", ".3f", target=0.5), Column("MiB to save", ".0f"),
 )  # fmt: skip
+QUOTIENTS = {
+    "save ÷": ("save s", "dcp"), "÷ plain": ("save s", "plain"), "load ÷": ("load s", "dcp"),
+    "cold ÷": ("cold s", "dcp"), "lost ÷": ("lost ms", "dcp_async"),
+}  # fmt: skip
+"""A column → the column that it compares, and with which method."""
 NOTES = """
 Medians over rounds; the clock of a round stops with its slowest rank. Every load was checked: each
 rank compared every bit of parameters and moments with what was there when saving began.
@@ -34,13 +40,14 @@ save s      until all files are synced: DCP syncs its files by default, torch.sa
             full does it after it
 load s      into a model without values and an optimizer without state; files in the page cache
 cold s      files on the disk only; GB fetched: from there, as the kernel counts, all ranks
-÷           this median ÷ DCP's of the same kind
+÷           this median ÷ DCP's of the same kind; ÷ plain: save s ÷ plain's
 full        full state dict on rank 0, torch.save; back by torch.load(mmap) and broadcast
+plain       pwrite of the same bytes by the same ranks, each to a file of its own, and fsync
 stall ms    until save_async returns; ÷ its sync: of the save above it, of the same engine. With
             ours_async the next step waits for what is not copied yet: that is in steps ×
 durable s   of a save with two training steps meanwhile, from its begin
 steps ×     two steps right after the stall ÷ two steps with nothing under way
-lost ms     stall + what those steps took longer
+lost ms     stall + what those steps took longer; lost ÷: this ÷ DCP's
 MiB to …    anonymous and shared memory beyond the state, the most of any rank, proportional set
             size, every 2 ms from outside, in processes of their own
 checks      ours: CRC-32 of every byte, computed by save, compared by load. dcp: none; full: none
@@ -90,9 +97,10 @@ def row_of(ranks: Sequence[Sequence[Lap]]) -> Row:
 
     row: Row = {
         "save s": median(seconds("save")),
-        "load s": median(seconds("load")),
         "GB on disk": max(lap.nbytes for laps in rounds for lap in laps) / 1e9,
     }
+    if rounds[0][0].load is not None:
+        row["load s"] = median(seconds("load"))
     if rounds[0][0].cold is not None:
         fetched = median(sum(lap.from_disk for lap in laps) for laps in rounds)
         row |= {"cold s": median(seconds("cold")), "GB fetched": fetched / 1e9}
@@ -107,10 +115,10 @@ def row_of(ranks: Sequence[Sequence[Lap]]) -> Row:
 def compare(rows: Mapping[str, Row]) -> None:
     """Add what each is beside DCP, and beside the synchronous save of the same engine."""
     for name, row in rows.items():
-        for what in ("save", "load", "cold"):
-            mine, rival = row.get(f"{what} s"), rows["dcp"].get(f"{what} s")
-            if isinstance(mine, float) and isinstance(rival, float):
-                row[f"{what} ÷"] = mine / rival
+        for quotient, (column, rival) in QUOTIENTS.items():
+            mine, other = row.get(column), rows.get(rival, {}).get(column)
+            if isinstance(mine, float) and isinstance(other, float):
+                row[quotient] = mine / other
         stall, save = row.get("stall ms"), rows[synchronous(name)]["save s"]
         if isinstance(stall, float) and isinstance(save, float):
             row["÷ its sync"] = stall / 1e3 / save
