@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.plan import FilePlan
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.safetensors_format import PAGE, Stored
+from shardwise.checkpoint.writer import Chunk, Writer
 from shardwise.comm.protocol import Comm
 from tests import nets
 from tests.checkpoint.recorded import record
@@ -458,6 +460,30 @@ def test_where_space_cannot_be_reserved_files_only_get_their_length(
     writer.allocate(tmp_path, [plan], 0)
     found = (tmp_path / "x").stat()
     assert (found.st_size, found.st_blocks) == (1 << 20, 0)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory")
+def test_a_file_in_memory_only_gets_its_length() -> None:
+    plan = FilePlan("x", b"", {"x": Stored("U8", (1 << 20,), 0, 1 << 20)}, (), ())
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        writer.allocate(Path(folder), [plan], 0)
+        found = (Path(folder) / "x").stat()
+    assert (found.st_size, found.st_blocks) == (1 << 20, 0)
+
+
+def test_ranks_begin_with_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[int, list[str]] = {0: [], 1: []}
+    write = Writer.write
+
+    def recorded(self: Writer, chunk: Chunk) -> None:
+        written[self.rank].append(chunk.file)
+        write(self, chunk)
+
+    monkeypatch.setattr(Writer, "write", recorded)
+    saved(DECODER, 2, tmp_path / "step-2")
+    assert written[0][0] == "model.safetensors"
+    assert written[1][0] == "training/optimizer.safetensors"
+    assert {*written[0]} == {*written[1]}
 
 
 def test_a_file_system_that_keeps_one_host_s_bytes_is_found_out(

@@ -51,7 +51,7 @@ class Saving:
     def __init__(self, task: Task, comm: Comm, pool: Pool, watched: Watched) -> None:
         self.path: Path = task.final
         self._task, self._comm, self._watched = task, comm, watched
-        self._copying = Copying(task.contents.chunks(comm.rank), pool)
+        self._copying = Copying(task.contents.chunks(comm), pool)
         self._stream = _stream_beside(comm.device)
         self._start = time.perf_counter()
         self._cancelled = Event()

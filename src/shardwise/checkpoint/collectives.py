@@ -15,6 +15,7 @@ from threading import Event
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from shardwise import errors
 from shardwise.checkpoint.disk import explained, text_of, write_file
@@ -24,7 +25,8 @@ from shardwise.errors import CheckpointError, RanksDisagree, ShardwiseError
 
 T = TypeVar("T")
 
-SHORT = 4096  # bytes of a text that all ranks send at once; the rest of a longer one goes alone
+FIRST = 120  # bytes of a text that all ranks send with its length
+SHORT = 4096  # and of one that all send at once where one is longer; the rest of that goes alone
 
 PATIENCE = 1800.0  # seconds without a new part, after which a rank counts as gone
 NAPS = 0.02, 0.5  # seconds between two looks, the first and the longest
@@ -37,16 +39,15 @@ def all_gather_object(comm: Comm, value: T, what: str) -> list[T]:
     need 2 GB. So only the beginnings are gathered, and the rest is broadcast.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
-    lengths[comm.rank] = len(data)
-    comm.all_gather(lengths, Label("gather", f"lengths of {what}")).wait()
-    counts = lengths.tolist()
-    width = min(SHORT, max(counts))
-    begins = torch.zeros(comm.size, width, dtype=torch.uint8, device=comm.device)
-    begins[comm.rank, : len(data)] = data[:width].to(comm.device)
-    comm.all_gather(begins.view(-1), Label("gather", what)).wait()
+    length = torch.tensor([len(data)]).view(torch.uint8)
+    gathered = _all_gather_row(comm, torch.cat((length, data[:FIRST])), len(length) + FIRST, what)
+    counts = gathered[:, : len(length)].contiguous().view(torch.int64).flatten().tolist()
+    width, begins = FIRST, gathered[:, len(length) :]
+    if max(counts) > FIRST:
+        width = min(SHORT, max(counts))
+        begins = _all_gather_row(comm, data[:width], width, what)
     values = []
-    for rank, (begin, count) in enumerate(zip(begins.cpu(), counts, strict=True)):
+    for rank, (begin, count) in enumerate(zip(begins, counts, strict=True)):
         text = begin[:count].numpy().tobytes()
         if count > width:
             rest = torch.empty(count - width, dtype=torch.uint8, device=comm.device)
@@ -56,6 +57,14 @@ def all_gather_object(comm: Comm, value: T, what: str) -> list[T]:
             text += rest.cpu().numpy().tobytes()
         values.append(json.loads(text))
     return values
+
+
+def _all_gather_row(comm: Comm, row: Tensor, width: int, what: str) -> Tensor:
+    """Every rank's ``row``, ``[world, width]`` in host memory. A collective."""
+    rows = torch.zeros(comm.size, width, dtype=torch.uint8, device=comm.device)
+    rows[comm.rank, : len(row)] = row.to(comm.device)
+    comm.all_gather(rows.view(-1), Label("gather", what)).wait()
+    return rows.cpu()
 
 
 def broadcast_object(comm: Comm, value: T, what: str) -> T:

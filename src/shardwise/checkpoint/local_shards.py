@@ -95,7 +95,9 @@ def param_shards(buckets: Iterable[Bucket], model: nn.Module) -> list[ParamShard
 
 def bare_member(member: Member, bare: Callable[[str], str]) -> Member:
     """The same parameter by its names without wrappers."""
-    return replace(member, name=bare(member.name), aliases=tuple(map(bare, member.aliases)))
+    name, aliases = bare(member.name), tuple(map(bare, member.aliases))
+    is_bare = (name, aliases) == (member.name, member.aliases)
+    return member if is_bare else replace(member, name=name, aliases=aliases)
 
 
 @lru_cache(maxsize=1 << 14)  # every save of a run has the same layout

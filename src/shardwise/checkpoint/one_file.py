@@ -101,7 +101,7 @@ def _by_ranges(sharded: ShardedModel, final: Path, wanted: Wanted) -> tuple[int,
         run_on_rank_0(comm, "making a file", lambda: _allocate(folder, contents))
         if shared:
             exchange_edges(comm, contents.segments)
-        chunks = contents.chunks(comm.rank) if shared else gathered(comm, contents.segments)
+        chunks = contents.chunks(comm) if shared else gathered(comm, contents.segments)
         part = write_part(folder, comm.rank, contents.total(comm.rank), chunks)
         parts = [Part.decode(some) for some in all_gather_object(comm, part, "parts of a file")]
         check_parts(parts)

@@ -77,7 +77,7 @@ def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
     try:
         contents = task.contents
         is_full = request.options.kind == "full"
-        chunks = gathered(comm, contents.segments) if is_full else contents.chunks(comm.rank)
+        chunks = gathered(comm, contents.segments) if is_full else contents.chunks(comm)
         part = write_part(task.folder, comm.rank, contents.total(comm.rank), chunks)
         parts = [Part.decode(some) for some in all_gather_object(comm, part, "parts of a save")]
         removed = raise_on_all(comm, "publishing", lambda: finish(task, parts))

@@ -11,8 +11,10 @@ training/                where a reader that takes every *.safetensors of the fo
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -61,10 +63,16 @@ class SavePlan:
     block: int
     alike: Mapping[str, str] = field(repr=False)
 
-    def chunks(self, rank: int) -> Iterator[Chunk]:
-        """Yield what ``rank`` writes, in order, with the memory that holds it now."""
-        for file, segments in zip(self.files, self.segments, strict=True):
-            for start, stop in file.chunks(rank):
+    def chunks(self, comm: Comm) -> Iterator[Chunk]:
+        """Yield what this rank writes, file by file, with the memory that holds it now.
+
+        Ranks begin with different files: the kernel lets one of them at a time write to a file.
+        """
+        files = list(zip(self.files, self.segments, strict=True))
+        ends = [*accumulate(file.size for file in self.files)]
+        first = bisect(ends, comm.rank * self.nbytes // comm.size)
+        for file, segments in files[first:] + files[:first]:
+            for start, stop in file.chunks(comm.rank):
                 yield Chunk(file.name, start, stop, tuple(segments.between(start, stop)))
 
     def total(self, rank: int) -> int:

@@ -91,14 +91,21 @@ def fallocate(file: int, size: int) -> None:
     """Give the file this length and blocks on the disk. ``OSError`` where a file system cannot.
 
     ``os.posix_fallocate`` must not be called: where a file system cannot (NFS before 4.2, CephFS),
-    glibc writes a byte into every block instead, from rank 0 alone.
+    glibc writes a byte into every block instead, from rank 0 alone. In memory nothing is gained:
+    this rank would fill every page with zeros, while the others wait.
     """
-    if _fallocate is None:
+    if _fallocate is None or _is_in_memory(file):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     while _fallocate(file, 0, 0, size) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def _is_in_memory(file: int) -> bool:
+    status = (ctypes.c_long * 32)()  # of which the first is the kind of file system
+    known = _fstatfs is not None and _fstatfs(file, ctypes.addressof(status)) == 0
+    return known and status[0] == TMPFS_MAGIC
 
 
 @dataclass
@@ -205,7 +212,7 @@ def _set_off(file: int, start: int, count: int) -> None:
         _sync_file_range(file, start, count, LINUX_SYNC_FILE_RANGE_WRITE)
 
 
-def _of_linux(name: str, *types: Any) -> Callable[[int, int, int, int], int] | None:
+def _of_linux(name: str, *types: Any) -> Callable[..., int] | None:
     """A function of Linux's C library that Python does not offer."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
@@ -215,7 +222,9 @@ def _of_linux(name: str, *types: Any) -> Callable[[int, int, int, int], int] | N
 
 _INT, _LONG = ctypes.c_int, ctypes.c_int64
 LINUX_SYNC_FILE_RANGE_WRITE = 2
+TMPFS_MAGIC = 0x01021994
 _sync_file_range = _of_linux("sync_file_range", _INT, _LONG, _LONG, ctypes.c_uint)
+_fstatfs = _of_linux("fstatfs", _INT, ctypes.c_void_p)
 _fallocate = _of_linux("fallocate", _INT, _INT, _LONG, _LONG)
 
 
