@@ -49,6 +49,11 @@ def test_version_help_and_mistakes_are_answered_without_torch(tmp_path: Path) ->
     assert done.stdout.endswith("False\n")
 
 
+def test_a_launcher_starts_its_ranks_without_torch() -> None:
+    done = python("-c", "import sys, shardwise.cli.train; print('torch' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_the_package_itself_is_the_command() -> None:
     done = python("-m", "shardwise", "--version")
     assert (done.returncode, done.stderr) == (0, "")

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardwise.cli import main
-from shardwise.cli.train import unused_devices
 from shardwise.recipe.read import read_recipe, to_yaml
 from shardwise.recipe.recipe import keys
 from shardwise.train.job import Job
@@ -82,17 +80,6 @@ def test_help_names_the_words_that_a_key_may_have_and_fits_the_terminal(
     words = {word for key in keys() for word in key.values}
     assert {"gaussian", "predivide", "optimizer", "float16"} <= words
     assert [word for word in words if word not in said] == []
-
-
-def test_one_process_among_several_devices_is_told_how_many_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("shardwise.cli.train.device_count", lambda: 8)
-    sentence = "devices   1 of 8 is used: --nproc 8 uses all of them"
-    assert unused_devices(torch.device("cuda", 0)) == sentence
-    assert unused_devices(torch.device("cpu")) == ""
-    monkeypatch.setattr("shardwise.cli.train.device_count", lambda: 1)
-    assert unused_devices(torch.device("cuda", 0)) == ""
 
 
 def test_the_command_line_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

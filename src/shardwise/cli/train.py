@@ -1,39 +1,25 @@
-"""``shardwise train RECIPE --nproc N``: check the recipe, launch the ranks, or run as one."""
+"""``shardwise train RECIPE --nproc N``: check the recipe, launch the ranks, or run as one.
+
+Torch is imported only when the ranks have started, so all import it at the same time.
+"""
 
 from __future__ import annotations
 
-import logging
+import gc
 import os
-import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import torch
 
-from shardwise.checkpoint.collectives import all_gather_object
-from shardwise.cli.format_records import format_record
-from shardwise.cli.other_libraries import without_their_noise
-from shardwise.cli.progress import reporter
-from shardwise.cli.tables import table
-from shardwise.comm.machine.connect import connect
-from shardwise.comm.machine.devices import device_count
-from shardwise.comm.machine.environment import Launch, read_launch
-from shardwise.comm.protocol import Comm
-from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
-from shardwise.launch.error_files import record_errors, write_error_file
-from shardwise.launch.launcher import EXIT_STOPPED, exit_with_launcher, launch_attempt, start
-from shardwise.launch.signals import save_and_stop_signals
+from shardwise.comm.machine.environment import read_launch
+from shardwise.errors import ConfigError
+from shardwise.launch.launcher import start
 from shardwise.recipe.recipe import Recipe
-from shardwise.train.batches import accumulation
-from shardwise.train.loop import train
-from shardwise.train.records import Complete, Emit, Record
-from shardwise.train.requests import SignalRequests
-from shardwise.train.start import Attempt, Start, decide_start, finished_steps
-from shardwise.train.streams import streams_per_rank
 
 
 @dataclass(frozen=True)
@@ -57,14 +43,28 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
     launch = read_launch(os.environ)
     _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe)
     try:
-        if launch is not None:
-            _run_rank(recipe, options, launch)
-        elif options.nproc in (None, 1) and not options.restarts:
-            _run(recipe, options, None)
-        else:
+        if launch is None and (options.nproc not in (None, 1) or options.restarts):
             _launch(recipe, arguments, options)
+            return
+        with _imports():
+            from shardwise.cli import train_rank
+        how = options.nproc, options.kill_rank, options.verbose
+        if launch is None:
+            train_rank.run(recipe, None, *how)
+        else:
+            train_rank.run_rank(recipe, launch, *how)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def _imports() -> Iterator[None]:
+    """Collect no garbage in the block: imports make little, and looking for it takes a fifth."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _check_kill_rank(options: LaunchOptions, ranks: int, recipe: Recipe) -> None:
@@ -78,115 +78,33 @@ def _check_kill_rank(options: LaunchOptions, ranks: int, recipe: Recipe) -> None
 
 
 def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) -> None:
-    """Check what needs no data, model or processes; then launch the ranks."""
+    """Launch the ranks; while they start, check what needs no data, model or processes."""
     ranks = options.nproc or 1
-    accumulation(recipe.batch, ranks)
-    streams_per_rank(recipe, ranks)
-    if decide_start(recipe) is Start.FINISHED:
-        steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
-        _print(Complete(recipe.run.folder, steps))
-        return
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
     if options.kill_rank:
         command += ["--kill-rank", "{}@{}".format(*options.kill_rank)]
     command += ["--verbose"] * options.verbose
-    start(command, ranks, options.restarts, lambda fact: click.echo(f"crashed   {fact}"))
+
+    def say(fact: str) -> None:
+        click.echo(f"crashed   {fact}")
+
+    start(command, ranks, options.restarts, say, lambda: _is_to_run(recipe, ranks))
 
 
-def _print(record: Record) -> None:
-    for line in format_record(record):
+def _is_to_run(recipe: Recipe, ranks: int) -> bool:
+    """Are steps left to take? If not, print so. Raises ``ConfigError`` if nothing can start."""
+    with _imports():
+        from shardwise.cli.format_records import format_record
+        from shardwise.train.batches import accumulation
+        from shardwise.train.records import Complete
+        from shardwise.train.start import Start, decide_start, finished_steps
+        from shardwise.train.streams import streams_per_rank
+
+    accumulation(recipe.batch, ranks)
+    streams_per_rank(recipe, ranks)
+    if decide_start(recipe) is not Start.FINISHED:
+        return True
+    steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
+    for line in format_record(Complete(recipe.run.folder, steps)):
         click.echo(line)
-
-
-def _run_rank(recipe: Recipe, options: LaunchOptions, launch: Launch) -> None:
-    """Run as a rank of a launcher: an error is written to the error file that it reads."""
-    exit_with_launcher(os.environ)
-    try:
-        if options.nproc not in (None, launch.size):
-            raise ConfigError(
-                f"--nproc is {options.nproc}, but a launcher has already started {launch.size} "
-                "processes; leave --nproc out, or start without the launcher."
-            )
-        _run(recipe, options, launch)
-    except Exception as error:
-        if write_error_file(error):
-            sys.exit(1)
-        raise
-
-
-def _requests(options: LaunchOptions, rank: int) -> SignalRequests:
-    """This rank's requests, with the simulated crash if it is this rank's and the first attempt."""
-    if options.kill_rank is None or launch_attempt(os.environ)[0]:
-        return SignalRequests()
-    killed, step = options.kill_rank
-    return SignalRequests(kill_at=step if killed == rank else 0)
-
-
-def _run(recipe: Recipe, options: LaunchOptions, launch: Launch | None) -> None:
-    """This process's rank of the run."""
-    attempt = Attempt(*launch_attempt(os.environ))
-    requests = _requests(options, launch.rank if launch else 0)
-    with (
-        without_their_noise(),
-        connect(recipe.run.device) as comm,
-        save_and_stop_signals(requests.save, requests.stop),  # until then nothing is to be saved
-        reporter(recipe.run.log_every, restarted=attempt.number > 0) as report,
-        record_errors(),
-    ):
-        if options.verbose:
-            _print_ranks(comm, launch.local_rank if launch else 0)
-            if comm.rank == 0:
-                logging.getLogger("shardwise").addHandler(logging.StreamHandler())
-                logging.getLogger("shardwise").setLevel(logging.INFO)
-        elif launch is None and options.nproc is None and (sentence := unused_devices(comm.device)):
-            click.echo(sentence)
-        output = _Output(report, requests)
-        outcome = train(recipe, comm, output, requests, attempt)
-        ending = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
-        if outcome.save_error:
-            raise CheckpointError(
-                f"the run is {ending}, and the last checkpoint could not be saved: "
-                f"{outcome.save_error}"
-            )
-        if output.error is not None:
-            saved = " and saved; rerun the same command to resume" * outcome.stopped
-            raise ShardwiseError(
-                f"the standard output cannot be written: {output.error.strerror}. The run is "
-                f"{ending}{saved}."
-            )
-    if outcome.stopped:
-        sys.exit(EXIT_STOPPED)
-
-
-def unused_devices(device: torch.device) -> str:
-    """A sentence, if one process was started where there are several devices."""
-    count = 0 if device.type == "cpu" else device_count()
-    return f"devices   1 of {count} is used: --nproc {count} uses all of them" if count > 1 else ""
-
-
-def _print_ranks(comm: Comm, local_rank: int) -> None:
-    """A table of all ranks, printed by rank 0. A collective."""
-    row = [str(comm.rank), str(local_rank), str(comm.size), str(comm.device), platform.node()]
-    rows = all_gather_object(comm, row, "ranks")
-    if comm.rank == 0:
-        head = ["rank", "local rank", "world size", "device", "host"]
-        click.echo("\n".join([*table(rows, head, left=5), ""]))
-
-
-class _Output:
-    """Prints records; if standard output cannot be written, the run saves and stops.
-
-    Continuing would waste a run that nobody sees, and raising would lose its steps.
-    """
-
-    def __init__(self, report: Emit, requests: SignalRequests) -> None:
-        self._report, self._requests = report, requests
-        self.error: OSError | None = None
-
-    def __call__(self, record: Record) -> None:
-        if self.error is None:
-            try:
-                self._report(record)
-            except OSError as error:
-                self.error = error
-                self._requests.stop()
+    return False

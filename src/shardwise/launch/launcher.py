@@ -6,8 +6,11 @@ but 0 for a crash, and its store listens on all interfaces. This launcher forwar
 lets a rank take its time to stop, knows status 75 as "start me again", and uses the loopback
 interface only.
 
-    1. start a store and one process per rank      2. wait; forward signals
-    3. if a rank failed, end the others            4. start again, up to ``restarts`` times
+    1. start one process per rank, and a store      2. wait; forward signals
+    3. if a rank failed, end the others             4. start again, up to ``restarts`` times
+
+The ranks import torch at once, while this process imports it for the store, without which they
+cannot meet.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing import IO, TYPE_CHECKING
 
 from shardwise.errors import ShardwiseError
 from shardwise.launch.error_files import ERROR_FILE, RankFailure, root_cause
 from shardwise.launch.signals import Handler, signal_handlers
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped as asked; start the same again
 RESTART_COUNT, RUN_ID = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
@@ -50,6 +54,7 @@ def start(
     ranks: int,
     restarts: int = 0,
     on_restart: Callable[[str], None] = lambda _: None,
+    check: Callable[[], bool] = lambda: True,
 ) -> None:
     """Run ``command`` as ``ranks`` processes of this machine until all have ended.
 
@@ -65,6 +70,8 @@ def start(
         restarts: how often all ranks are started again after one of them died. An error that
             would repeat, such as an invalid recipe, is raised without a restart.
         on_restart: called with a sentence at each restart.
+        check: called while the ranks start, before they can meet; if it raises, or returns
+            ``False``, they are ended.
 
     Raises:
         ShardwiseError: a rank failed; the message is that of the first failure.
@@ -77,8 +84,13 @@ def start(
             variables = _rank_environment(ranks, restarts, restart) | {RUN_ID: run_id}
             with ExitStack() as files:
                 error_files = [_error_file(files) for _ in range(ranks)]
+                server = files.enter_context(socket.create_server(("127.0.0.1", 0)))
+                variables["MASTER_PORT"] = str(server.getsockname()[1])
                 running = _Ranks.launch(command, error_files, variables)
                 try:
+                    if not restart and not check():
+                        return
+                    running.store = _store(server)
                     failures = _wait(running, signals)
                 finally:
                     running.end()
@@ -139,23 +151,22 @@ def exit_with_launcher(environ: Mapping[str, str]) -> None:
 # --- the processes ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Ranks:
     """The processes of one attempt, their rendezvous store, and the pipe that ends them with us."""
 
     processes: list[subprocess.Popen[bytes]]
     error_files: list[Path]
-    store: TCPStore
     lifeline: IO[bytes]
+    store: TCPStore | None = None  # it outlives the ranks
 
     @classmethod
     def launch(
         cls, command: Sequence[str], error_files: list[Path], variables: Mapping[str, str]
     ) -> _Ranks:
-        store, port = _store()
         read_end, write_end = os.pipe()
-        environ = {**os.environ, **variables, "MASTER_PORT": str(port), LIFELINE: str(read_end)}
-        ranks = cls([], error_files, store, os.fdopen(write_end, "wb", buffering=0))
+        environ = {**os.environ, **variables, LIFELINE: str(read_end)}
+        ranks = cls([], error_files, os.fdopen(write_end, "wb", buffering=0))
         try:
             with signal_handlers({signal.SIGUSR1: signal.SIG_IGN}):  # a new rank has no handler yet
                 for rank, error_file in enumerate(error_files):
@@ -234,19 +245,18 @@ def _error_file(files: ExitStack) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
-def _store() -> tuple[TCPStore, int]:
-    """A store in this process, on a free port of the loopback interface. It outlives the ranks."""
-    server = socket.create_server(("127.0.0.1", 0))
-    port = int(server.getsockname()[1])
+def _store(server: socket.socket) -> TCPStore:
+    """A store in this process, which answers at ``server``, on the loopback interface."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     # torch itself would listen on all interfaces, so it gets a socket that already listens.
-    store = TCPStore(
+    return TCPStore(
         "127.0.0.1",
-        port,
+        server.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=server.detach(),
     )
-    return store, port
 
 
 def _wait(ranks: _Ranks, signals: _SignalQueue) -> list[RankFailure]:

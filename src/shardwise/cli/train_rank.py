@@ -1,0 +1,130 @@
+"""One process of ``shardwise train``: as a rank of a launcher, or the only one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+
+import click
+import torch
+
+from shardwise.checkpoint.collectives import all_gather_object
+from shardwise.cli.other_libraries import without_their_noise
+from shardwise.cli.progress import reporter
+from shardwise.cli.tables import table
+from shardwise.comm.machine.connect import connect
+from shardwise.comm.machine.devices import device_count
+from shardwise.comm.machine.environment import Launch
+from shardwise.comm.protocol import Comm
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.launch.error_files import record_errors, write_error_file
+from shardwise.launch.launcher import EXIT_STOPPED, exit_with_launcher, launch_attempt
+from shardwise.launch.signals import save_and_stop_signals
+from shardwise.recipe.recipe import Recipe
+from shardwise.train.loop import train
+from shardwise.train.records import Emit, Record
+from shardwise.train.requests import SignalRequests
+from shardwise.train.start import Attempt
+
+Kill = tuple[int, int] | None
+"""The rank of a simulated crash, and its step."""
+
+
+def run_rank(
+    recipe: Recipe, launch: Launch, nproc: int | None, kill_rank: Kill, verbose: bool
+) -> None:
+    """Run as a rank of a launcher: an error is written to the error file that it reads."""
+    exit_with_launcher(os.environ)
+    try:
+        if nproc not in (None, launch.size):
+            raise ConfigError(
+                f"--nproc is {nproc}, but a launcher has already started {launch.size} processes; "
+                "leave --nproc out, or start without the launcher."
+            )
+        run(recipe, launch, nproc, kill_rank, verbose)
+    except Exception as error:
+        if write_error_file(error):
+            sys.exit(1)
+        raise
+
+
+def _requests(kill_rank: Kill, rank: int) -> SignalRequests:
+    """This rank's requests, with the simulated crash if it is this rank's and the first attempt."""
+    if kill_rank is None or launch_attempt(os.environ)[0]:
+        return SignalRequests()
+    killed, step = kill_rank
+    return SignalRequests(kill_at=step if killed == rank else 0)
+
+
+def run(
+    recipe: Recipe, launch: Launch | None, nproc: int | None, kill_rank: Kill, verbose: bool
+) -> None:
+    """This process's rank of the run."""
+    attempt = Attempt(*launch_attempt(os.environ))
+    requests = _requests(kill_rank, launch.rank if launch else 0)
+    with (
+        without_their_noise(),
+        connect(recipe.run.device) as comm,
+        save_and_stop_signals(requests.save, requests.stop),  # until then nothing is to be saved
+        reporter(recipe.run.log_every, restarted=attempt.number > 0) as report,
+        record_errors(),
+    ):
+        if verbose:
+            _print_ranks(comm, launch.local_rank if launch else 0)
+            if comm.rank == 0:
+                logging.getLogger("shardwise").addHandler(logging.StreamHandler())
+                logging.getLogger("shardwise").setLevel(logging.INFO)
+        elif launch is None and nproc is None and (sentence := unused_devices(comm.device)):
+            click.echo(sentence)
+        output = _Output(report, requests)
+        outcome = train(recipe, comm, output, requests, attempt)
+        ending = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
+        if outcome.save_error:
+            raise CheckpointError(
+                f"the run is {ending}, and the last checkpoint could not be saved: "
+                f"{outcome.save_error}"
+            )
+        if output.error is not None:
+            saved = " and saved; rerun the same command to resume" * outcome.stopped
+            raise ShardwiseError(
+                f"the standard output cannot be written: {output.error.strerror}. The run is "
+                f"{ending}{saved}."
+            )
+    if outcome.stopped:
+        sys.exit(EXIT_STOPPED)
+
+
+def unused_devices(device: torch.device) -> str:
+    """A sentence, if one process was started where there are several devices."""
+    count = 0 if device.type == "cpu" else device_count()
+    return f"devices   1 of {count} is used: --nproc {count} uses all of them" if count > 1 else ""
+
+
+def _print_ranks(comm: Comm, local_rank: int) -> None:
+    """A table of all ranks, printed by rank 0. A collective."""
+    row = [str(comm.rank), str(local_rank), str(comm.size), str(comm.device), platform.node()]
+    rows = all_gather_object(comm, row, "ranks")
+    if comm.rank == 0:
+        head = ["rank", "local rank", "world size", "device", "host"]
+        click.echo("\n".join([*table(rows, head, left=5), ""]))
+
+
+class _Output:
+    """Prints records; if standard output cannot be written, the run saves and stops.
+
+    Continuing would waste a run that nobody sees, and raising would lose its steps.
+    """
+
+    def __init__(self, report: Emit, requests: SignalRequests) -> None:
+        self._report, self._requests = report, requests
+        self.error: OSError | None = None
+
+    def __call__(self, record: Record) -> None:
+        if self.error is None:
+            try:
+                self._report(record)
+            except OSError as error:
+                self.error = error
+                self._requests.stop()
