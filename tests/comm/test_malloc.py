@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from mmap import PAGESIZE
 from pathlib import Path
@@ -36,6 +38,55 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, faults = in_a_new_process(AGAIN).split()
     assert kept == "False"
     assert int(faults) > 1000
+
+
+@forked
+def test_freed_gradients_make_room_for_the_next() -> None:
+    """One of 16 MiB lives at a time, and three are touched; without joining five or six."""
+    assert int(in_a_new_process(GRADIENTS)) < 66
+
+
+GRADIENTS = """
+import torch
+from pathlib import Path
+from torch import nn
+from shardwise.comm.malloc import join_freed, keep_mapped
+def held():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(x.split()[1]) >> 10 for x in lines if x.startswith("Anonymous"))
+def drop(param):
+    join_freed(param.grad.nbytes)
+    param.grad = None
+weight = torch.randn(2048, 2048) / 45
+layers = [nn.Linear(2048, 2048, bias=False, device="meta") for _ in range(6)]
+for layer in layers:
+    layer.weight = nn.Parameter(weight)
+    layer.weight.register_post_accumulate_grad_hook(drop)
+keep_mapped()
+before = held()
+for _ in range(4):
+    nn.Sequential(*layers)(torch.randn(4, 2048)).sum().backward()
+    join_freed(weight.nbytes)
+print(held() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kept", "nbytes", "joins"), [(0, 1 << 22, 0), (1, 1 << 21, 0), (1, 1 << 22, 1)]
+)
+def test_only_where_large_blocks_stay_mapped(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, nbytes: int, joins: bool
+) -> None:
+    freed = list[int]()
+    pieces = itertools.count()
+    small = SimpleNamespace(malloc=lambda _: next(pieces), free=freed.append)
+    monkeypatch.setattr(malloc, "_small", small)
+    monkeypatch.setattr(malloc, "_kept", threading.Event())
+    if kept:
+        malloc._kept.set()
+    malloc.join_freed(nbytes)
+    assert sorted(freed) == list(range(len(freed)))  # each once
+    assert bool(freed) == joins
 
 
 AGAIN = """
@@ -101,6 +152,7 @@ def calls_of(
         return int(accepts(*given))
 
     monkeypatch.setattr(malloc, "_libc", SimpleNamespace(**{name: called}))
+    monkeypatch.setattr(malloc, "_kept", threading.Event())
     for variable in malloc.USER_SETTINGS:
         monkeypatch.delenv(variable, raising=False)
     return calls
@@ -132,6 +184,9 @@ def test_both_thresholds_are_set_or_none(
     calls = calls_of(monkeypatch, "mallopt", accepts)
     assert keep_mapped() is kept
     assert calls == expected
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=0")
+    assert keep_mapped() is False
+    monkeypatch.delenv("GLIBC_TUNABLES")
     monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so")
     assert keep_mapped() is False
     assert calls == expected

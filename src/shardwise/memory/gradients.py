@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.host_memory import HostMemory
+from shardwise.comm.malloc import join_freed
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Label, Pending
 from shardwise.comm.reduction import PendingReduction
@@ -61,6 +62,7 @@ class Gradients:
         self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
         self._numels = [slot.numel for slot in spec.slots]
         self._small = [numel < SMALL for numel in self._numels]
+        self._largest = max(self._numels, default=0) * spec.dtypes.collected.itemsize
         self._waiting: dict[int, Tensor] = {}
         self._views: list[Tensor] = []
         self._reducing: PendingReduction | None = None
@@ -190,6 +192,7 @@ class Gradients:
         if self._small[index] and not again and not grad.is_sparse:
             self._waiting[index] = grad
         else:
+            join_freed(self._numels[index] * grad.itemsize)  # those before it are gone
             self.write()
             self._put(self._views[index], grad.to_dense() if grad.is_sparse else grad, again)
         return self.complete
@@ -244,6 +247,7 @@ class Gradients:
         self.full = self._reducing = None
         self._views, self.carries = [], False
         self.arrived.clear()
+        join_freed(self._largest)
 
     def _over_copies(self, mean: Tensor) -> Tensor:
         """Average what the first axis gave over all ranks: ``[S]``, as it is stored."""

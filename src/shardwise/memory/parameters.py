@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.host_memory import HostMemory
-from shardwise.comm.malloc import in_huge_pages
+from shardwise.comm.malloc import in_huge_pages, join_freed
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Label, Pending
 from shardwise.memory.gathered_parameter import GatheredParameter
@@ -160,6 +160,7 @@ class Bucket:
         if self.allocation.stays_whole or self._is_current:
             return
         self._is_current = self.spec.kept and not self.trainable
+        join_freed(self._nbytes)
         self._refill()
         self.update()
         self.load()
