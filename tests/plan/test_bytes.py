@@ -136,4 +136,5 @@ def test_sharding_divides_what_is_kept_by_the_number_of_ranks() -> None:
     ]
     assert rows[0].gathered == 0
     assert rows[3].gathered < rows[2].gathered == 4 * numel
+    assert rows[3].buckets == 2 * 4 * 1024 * 1024  # one is written while another travels
     assert rows[3].calls == {"forward gather": 4, "backward gather": 3, "reduce": 4}

@@ -15,6 +15,7 @@ import click
 from shardwise.cli.models import Named, named_model
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
+from shardwise.comm.malloc import KEEP_BYTES
 from shardwise.doctor.accumulation import Accumulated, accumulated
 from shardwise.doctor.words import Word, find, words
 from shardwise.hf.preparation import packed_elements
@@ -107,17 +108,20 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
         f"rank 0 of {ranks}: bytes between steps, and of a step"
     )
     yield ""
-    head = ["strategy", "parameters", "gradients", "optimizer", "together", "gathered", "sent"]
+    head = ["strategy", "parameters", "gradients", "optimizer", "together", "gathered", "buckets"]
     if offloads:
         head.insert(5, "in host")
     lines = [_row(row, offloads) for row in rows]
-    yield from table(lines, [*head, "gathers", "reduces"])
+    yield from table(lines, [*head, "sent", "gathers", "reduces"])
     yield ""
     yield "together   what lies there between steps, before gradients are dropped"
     if offloads:
         yield "in host    what lies in host memory instead; the columns before it are of the device"
     yield "gathered   full parameters at most at a time within a step, besides"
+    yield "buckets    gradients at most at a time: a unit's that are written, another's that travel"
     yield "gathers    all-gathers in the forward + backward pass; reduces: reduce-scatters"
+    kept = size(KEEP_BYTES)
+    yield f"On CPU, what a step frees stays mapped for the next, {kept} at most: docs/strategies.md"
     if about.accumulation:
         yield from _ways(ways, about.accumulation)
 
@@ -142,6 +146,7 @@ def _row(row: Kept, offloads: bool) -> list[str]:
         row.between_steps,
         *([row.in_host] if offloads else []),
         row.gathered,
+        row.buckets,
     ]
     gathers = [row.calls.get(f"{phase} gather", 0) for phase in ("forward", "backward")]
     counts = ["{} + {}".format(*gathers), str(row.calls.get("reduce", 0))]

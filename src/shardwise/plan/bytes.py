@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class Kept:
             the device of what is in host memory.
         padding: of the parameters, which no tensor shows.
         gathered: full buckets at most at a time, besides what is kept.
+        buckets: gradients that are written or travel at most at a time.
         sent: by this rank in a step.
         calls: collectives of a step: ``{"forward gather": 3, …}``.
     """
@@ -52,6 +54,7 @@ class Kept:
     joined: int
     padding: int
     gathered: int
+    buckets: int
     sent: int
     calls: Mapping[str, int]
 
@@ -117,6 +120,7 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
         joined=sum(_joined(spec) for spec in blueprint.buckets),
         padding=sum(spec.rest_nbytes for spec in blueprint.buckets) - sum(parameters),
         gathered=_most_gathered(schedule.events, blueprint),
+        buckets=_most_collected(schedule.events, blueprint),
         sent=sum(schedule.sent(event) for event in schedule.events),
         calls=_calls(schedule.events, blueprint),
     )
@@ -154,6 +158,12 @@ def _most_gathered(events: Sequence[Event], blueprint: Blueprint) -> int:
             gathered -= nbytes[event.unit].gathered
         most = max(most, gathered)
     return most
+
+
+def _most_collected(events: Sequence[Event], blueprint: Blueprint) -> int:
+    """Bytes of the gradient buckets that exist at most at a time: one travels, one is written."""
+    nbytes = [blueprint.nbytes[event.unit].gradients for event in events if event.op is Op.REDUCE]
+    return max(map(sum, pairwise([0, *nbytes])), default=0)
 
 
 def _calls(events: Sequence[Event], blueprint: Blueprint) -> dict[str, int]:
