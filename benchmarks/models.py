@@ -214,6 +214,7 @@ ON_CPU: dict[str, Task] = {
     "decoder32": decoder(decoder_config(512, 8), 8_192, 32),
     "small": SMALL,
     "blocks400m": feed_forward(12, 2_048, 8_192, rows=64),
+    "blocks670m": feed_forward(20, 2_048, 8_192, rows=64),
     "conv": CONVOLUTIONS,
     "lora": adapters(decoder(decoder_config(512, 8), 8_192, 32)),
     "tiny": decoder(decoder_config(32, 2), 64, 8),

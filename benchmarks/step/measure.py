@@ -159,18 +159,19 @@ def _lap(engine: Engine, batch: Batch) -> Lap:
 # ---- one engine alone ----------------------------------------------------------------------
 
 
-def peak_memory(name: str, setup: Setup, world: int) -> tuple[int, int]:
+def peak_memory(name: str, setup: Setup, world: int) -> tuple[int, int, float]:
     """Bytes that the ranks of one engine hold, in processes of their own, seen from outside.
 
     Returns:
         Proportional set sizes summed over ranks: the most while they train, and before the model
-        is built.
+        is built; and the seconds of the fastest step.
     """
     with Workers(world, _train, name, setup) as workers:
         workers.receive()  # the group exists, the model does not
         start = sum(held_by(process.pid or 0, "Pss:") for process in workers.processes)
         workers.receive()  # two steps are done: nothing is set up any more
-        return max((sum(each) for each in samples(workers, "Pss:")), default=0), start
+        peak = max((sum(each) for each in samples(workers, "Pss:")), default=0)
+        return peak, start, min(map(max, zip(*workers.receive(), strict=True)))
 
 
 def _train(worker: Worker, name: str, setup: Setup) -> None:
@@ -180,13 +181,15 @@ def _train(worker: Worker, name: str, setup: Setup) -> None:
         worker.send("started")
         dist.barrier()
         engine = ENGINES[name](setup)
+        seconds: list[float] = []
         for number, batch in enumerate(batches):
             if number == 2:
                 trim()
                 dist.barrier()
                 worker.send("trains")
-            step(engine, batch)
-        worker.send("trained")
+            lap = _lap(engine, batch)
+            seconds += [lap.whole] if number >= 2 else []
+        worker.send(seconds)
         dist.barrier()
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 
+import torch
+
 from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.report import MIB, Cell, Column, Report, Row, Table
@@ -34,6 +36,7 @@ COLUMNS = (
     Column("compute", ".1f"), Column("update", ".1f"),
     Column("MB sent", ".2f"), Column("least", ".2f"), Column("sent ÷", ".3f"),
     Column("MB copied", ".2f"), Column("MiB peak", ".0f"), Column("− start", ".0f"),
+    Column("÷ 16 P", ".2f"),
 )  # fmt: skip
 NOTES = """
 × plain    median over rounds of the step ÷ the plain step (no communication) of that round, with
@@ -43,7 +46,7 @@ MB sent    10⁶ bytes per rank and step, as the kernel counts them; least: what
 sent ÷     below 1 where a unit that stays gathered between its two uses is not sent twice
 MB copied  beyond the plain step's own copies, without those inside the backend's threads
 MiB peak   proportional set size summed over ranks, each engine in processes of its own;
-           − start: without Python, torch and the group
+           − start: without Python, torch and the group; ÷ 16 P: that, in 16 bytes a parameter
 *          in processes of its own, beside a plain step of its own
 """.strip().splitlines()
 
@@ -124,10 +127,14 @@ def _tables(setup: Setup, world: int, config: Config, log: Log) -> Iterator[Tabl
             timed = timed_rows(on_ranks(world, measure, setup, some, config.rounds), setup)
             rows |= {name: timed[name] for name in some if name not in together or some == together}
             yield table()
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in setup.task.build().parameters())
     for name in rows if "memory" in config.part else ():
         log(f"{setup.model}, {world} ranks, memory: {name}")
-        peak, start = peak_memory(name, setup, world)
-        rows[name] |= {"MiB peak": peak / MIB, "− start": (peak - start) / MIB}
+        peak, start, seconds = peak_memory(name, setup, world)
+        held = peak - start
+        rows[name] |= {"MiB peak": peak / MIB, "− start": held / MIB, "÷ 16 P": held / numel / 16}
+        rows[name].setdefault("min ms", 1e3 * seconds)
         yield table()
 
 

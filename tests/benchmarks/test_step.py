@@ -84,8 +84,9 @@ def column(report: Report, name: str) -> list[Cell]:
 
 @pytest.mark.spawn
 def test_memory_is_watched_while_ranks_train() -> None:
-    peak, start = peak_memory("full_shard", Setup("tiny"), world=2)
+    peak, start, seconds = peak_memory("full_shard", Setup("tiny"), world=2)
     assert peak > start > 10 * 2**20
+    assert 0 < seconds < 60
 
 
 @pytest.mark.prove
