@@ -7,9 +7,9 @@ backward pass inside another one, as in a reentrant checkpoint, stays in that th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -29,13 +29,20 @@ class _Threads(threading.local):
 
 
 @contextmanager
-def backward_elsewhere() -> Iterator[None]:
-    """Inside, ``backward()`` of any thread computes in another thread, the same each time."""
+def backward_elsewhere(
+    modes: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[None]:
+    """Inside, ``backward()`` of any thread computes in another one, the same each time.
+
+    Args:
+        modes: in which it computes there.
+    """
     threads = _Threads()
 
     def compute(*args: Any, **kwargs: Any) -> None:
         threads.computes = True
-        _backward(*args, **kwargs)
+        with modes():
+            _backward(*args, **kwargs)
 
     def backward(*args: Any, **kwargs: Any) -> None:
         if threads.computes:

@@ -1,0 +1,310 @@
+"""A program runs as if on a device: every operation is issued to the current stream.
+
+Torch itself sees tensors of the CPU. The package, which asks a tensor for its device, is told the
+device, but for memory that was asked for on the host.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.torch_internals import tree_leaves, tree_map
+from tests.recorder.accesses import Accesses
+from tests.recorder.clocks import DEVICE, Stream
+
+__all__ = ["Device", "Values", "later"]
+
+CPU = torch.device("cpu")
+#: They change what a tensor is, and no memory.
+NO_ACCESS = {"aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor"}
+#: They make a tensor of the host's where no device is named.
+FACTORIES = {
+    *(torch.tensor, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange),
+    *(torch.rand, torch.randn, torch.randint),
+}
+#: After these the host has a value, so it has waited.
+VALUES = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
+COPIES = {"aten::copy_", "aten::_to_copy"}
+
+
+class Device:
+    """One device and the host beside it.
+
+    Args:
+        own_stream: the program computes in a stream of its own, not in the default one.
+        is_late: streams beside it are late; otherwise all is done at once.
+    """
+
+    def __init__(self, own_stream: bool = False, is_late: bool = True) -> None:
+        self.is_late = is_late
+        self.host = Stream("host", waits=False)
+        self.default = Stream("compute", waits=False, host=self.host)
+        self.compute = self.default
+        if own_stream:
+            self.compute = Stream("the user's", waits=False, host=self.host)
+        self.accesses = Accesses(self.compute)
+        self.streams = list[Stream]()
+        self.waits = list[str]()  # of the host for the device
+        self._current = threading.local()
+
+    @property
+    def faults(self) -> list[str]:
+        return self.accesses.faults
+
+    def current_stream(self, _: object = None) -> Stream:
+        return getattr(self._current, "stream", self.compute)
+
+    def set_stream(self, stream: Stream) -> None:
+        self._current.stream = stream
+
+    def new_stream(self, _: object = None) -> Stream:
+        self.streams.append(Stream("copy", self.is_late, self.host))
+        return self.streams[-1]
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """In a thread that computes."""
+        with _Asked(self), _Issued(self):
+            yield
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Torch's streams are these."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            self.accesses.resize(storage, self.current_stream())
+            return resize(storage, nbytes)
+
+        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def run_seen(*args: Any, **kwargs: Any) -> Any:
+            with _Asked(self):  # which torch leaves at the call of ``backward``
+                return run(*args, **kwargs)
+
+        with ExitStack() as stack:
+            for owner, name, new in (
+                (torch, "Stream", self.new_stream),
+                (torch.accelerator, "current_stream", self.current_stream),
+                (torch.accelerator, "set_stream", self.set_stream),
+                (torch.UntypedStorage, "resize_", resized),
+                (torch.autograd, "_engine_run_backward", run_seen),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, new))
+            stack.enter_context(self.modes())
+            try:
+                yield
+            finally:
+                for stream in self.streams:
+                    stream.query()
+                self.accesses.ends = True
+
+    def wait(self, what: str) -> None:
+        """The host waits for the current stream."""
+        self.waits.append(what)
+        self.current_stream().synchronize()
+
+
+def later(
+    stream: Stream, out: Tensor, write: Callable[[Tensor], object], own: Tensor | None = None
+) -> None:
+    """Poison ``out``, all but its part ``own``, and let the stream write it when it comes to that.
+
+    Nobody keeps the memory alive for a stream.
+    """
+    storage = weakref.ref(out.untyped_storage())
+    like = out.dtype, out.storage_offset(), out.shape, out.stride()
+    if out.untyped_storage().nbytes():
+        _poison(out, own)
+
+    def go() -> None:
+        memory = storage()
+        if memory is not None and memory.nbytes():
+            dtype, *place = like
+            with torch.no_grad():
+                write(torch.empty(0, dtype=dtype).set_(memory, *place))
+
+    stream.give(go)
+
+
+def _poison(out: Tensor, own: Tensor | None) -> None:
+    with torch.no_grad():
+        kept = None if own is None else own.clone()
+        out.detach().fill_(float("nan") if out.is_floating_point() else 119)
+        if own is not None and kept is not None:
+            own.copy_(kept)
+
+
+class _Asked(TorchFunctionMode):
+    """Calls of torch that name a device, or ask for one."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.device.__get__:
+            asks = sys._getframe(1).f_globals.get("__name__", "")
+            ours = asks.startswith("shardwise") and not self.device.accesses.is_host(args[0])
+            return DEVICE if ours and not args[0].is_meta else func(*args)
+        if func in (Tensor.tolist, Tensor.numpy) and not self.device.accesses.is_host(args[0]):
+            self.device.wait(func.__name__)
+        on = CPU if func in FACTORIES else None
+        on = _named(func, args, kwargs) or on
+        pinned = kwargs.pop("pin_memory", False)
+        if on is None and not pinned:
+            return func(*args, **kwargs)
+        wanted = "host" if pinned or on == CPU else "device"
+        args, kwargs = tree_map(_on_cpu, (args, kwargs))
+        moved = args[0] if func in (Tensor.to, Tensor.cpu) else None
+        with _hint(wanted):
+            if moved is None or moved.is_meta:
+                return func(*args, **kwargs)
+            if self.device.accesses.is_host(moved) is (wanted == "host"):
+                return func(*args, **kwargs) if func is Tensor.to else moved
+            dtypes = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+            async_ = bool(kwargs.get("non_blocking"))
+            dtype = dtypes[0] if dtypes else moved.dtype
+            return torch.ops.aten._to_copy(moved, dtype=dtype, non_blocking=async_)
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> torch.device | None:
+    """The device that a call names."""
+    if func is Tensor.cpu:
+        return CPU
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    if func is Tensor.to:
+        return next((torch.device(a) for a in args if isinstance(a, torch.device | str)), None)
+    return None
+
+
+def _on_cpu(value: Any) -> Any:
+    if value == DEVICE or (isinstance(value, str) and value.startswith(DEVICE.type)):
+        return CPU
+    return value
+
+
+_hints = threading.local()
+
+
+@contextmanager
+def _hint(where: str) -> Iterator[None]:
+    before, _hints.where = getattr(_hints, "where", ""), where
+    try:
+        yield
+    finally:
+        _hints.where = before
+
+
+@cache
+def _writes(func: Any) -> tuple[list[bool], dict[str, bool]]:
+    """Does an operation write its arguments, by position and by name?"""
+    arguments = func._schema.arguments
+    kinds = {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments}
+    return list(kinds.values()), kinds
+
+
+class _Issued(TorchDispatchMode):
+    """Operations, each issued to the current stream or done by the host."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if func.is_view or func.name() in NO_ACCESS or any(t.is_meta for t in tensors):
+            return func(*args, **kwargs)
+        return self._issue(func, args, kwargs, tensors)
+
+    def _issue(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        device, accesses, name = self.device, self.device.accesses, func.name()
+        on_host = [accesses.is_host(t) for t in tensors]
+        here = getattr(_hints, "where", "") == "host"
+        by_host = all(on_host) and (bool(tensors) or here)
+        if name == "aten::_to_copy" and getattr(_hints, "where", "") == "device":
+            by_host = False
+        stream = device.host if by_host else device.current_stream()
+        stamp = stream.stamp(name)
+        positions, names = _writes(func)
+        given = [*zip(args, positions, strict=False), *((kwargs[k], names.get(k)) for k in kwargs)]
+        written = [t for value, writes in given if writes for t in _tensors(value)]
+        for value, writes in given:
+            for tensor in _tensors(value):
+                if not writes:
+                    accesses.read(tensor, stream, stamp)
+        for tensor in written:
+            accesses.write(tensor, stream, stamp)
+        result = func(*args, **kwargs) if not stream.waits else None
+        if stream.waits:
+            result = _postponed(stream, func, args, kwargs, written)
+        old = {id(t.untyped_storage()) for t in tensors}
+        for tensor in _tensors(result):
+            if id(tensor.untyped_storage()) not in old:
+                host = here if name == "aten::_to_copy" or not tensors else by_host
+                accesses.begin(tensor, stream, host, stamp)
+        crosses = len(set(on_host)) > 1 or (name == "aten::_to_copy" and here)
+        if not by_host and (
+            name in VALUES or (name in COPIES and crosses and _blocks(args, kwargs))
+        ):
+            device.wait(name)
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _postponed(stream: Stream, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+    """The result of an operation of a stream that does it when something waits for it."""
+    if func.name() == "aten::copy_":
+        out, source = args[:2]
+        stream.give(lambda: None)
+        values = Values(source)
+        later(stream, out, lambda memory: memory.copy_(values()))
+        return out
+    result = func(*args, **kwargs)
+    if func.name() == "aten::_to_copy":
+        values = Values(args[0])
+        later(stream, result, lambda memory: memory.copy_(values()))
+    elif written or func.name() != "aten::empty.memory_format":
+        raise AssertionError(f"{func.name()} in {stream} is not known here")
+    return result
+
+
+def _blocks(args: Any, kwargs: Any) -> bool:
+    """Does the host wait for a copy between the two memories?"""
+    return not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
+
+
+class Values:
+    """What a source holds when its stream comes to it. Nobody keeps it alive for a stream."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._storage = weakref.ref(source.untyped_storage())
+        self._like = source.dtype, source.storage_offset(), source.shape, source.stride()
+
+    def __call__(self) -> Tensor:
+        memory, (dtype, at, shape, stride) = self._storage(), self._like
+        if memory is None or not memory.nbytes():
+            return torch.full(shape, float("nan"))
+        return torch.empty(0, dtype=dtype).set_(memory, at, shape, stride)
