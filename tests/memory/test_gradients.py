@@ -128,7 +128,7 @@ def test_each_element_of_a_gradient_bucket_is_written_once(
         found = written.into(*collected.fulls.values())
         assert found.pop("copy_", 0) + found.pop("_foreach_copy_", 0) == used[comm.rank]
         assert sum(b.gradients.copied for b in buckets) - before == used[comm.rank]
-        whole = sum(full.untyped_storage().nbytes() for full in collected.fulls.values())
+        whole = sum(full.nbytes for full in collected.fulls.values())
         assert found.pop("zero_", 0) == whole - used[comm.rank]
         assert found == {}
 
@@ -486,7 +486,7 @@ def test_of_dropped_gradients_nothing_is_left() -> None:
     sharded, gradients = linears(3, 4)
     gradients.collect(0, torch.ones(1, 3), carried=True)
     sharded.drop_gradients()
-    gradients.arrived_now.clear()
+    gradients.expect()
     gradients.collect(1, torch.ones(1, 4), carried=False)
     assert gradients.touched == {1}
     gradients.reduce()

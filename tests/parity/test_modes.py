@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.reduction import Reduction
 from shardwise.config.precision import Dtypes, Precision
-from shardwise.runtime.runtime import Runtime
+from shardwise.memory import gradients
 from tests import nets
 from tests.nets import NETS, Net
 from tests.parity.plain import (
@@ -189,22 +189,22 @@ def sums_instead_of_averaging(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Precision, "reduction", without_divisor)
 
 
-def loses_gradients(patch: pytest.MonkeyPatch, lost: Callable[[Runtime], bool]) -> None:
-    collect = Runtime.collect
+def loses_gradients(patch: pytest.MonkeyPatch, lost: Callable[[int, bool], bool]) -> None:
+    collect = gradients.Gradients.collect
 
-    def forgetful(runtime: Runtime, state: Any, bucket: Any, index: int, grad: Tensor) -> bool:
-        grad = torch.zeros_like(grad) if lost(runtime) else grad
-        return collect(runtime, state, bucket, index, grad)
+    def forgetful(mine: gradients.Gradients, index: int, grad: Tensor, carried: bool) -> bool:
+        grad = torch.zeros_like(grad) if lost(mine.spec.rank, carried) else grad
+        return collect(mine, index, grad, carried)
 
-    patch.setattr(Runtime, "collect", forgetful)
+    patch.setattr(gradients.Gradients, "collect", forgetful)
 
 
 def drops_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    loses_gradients(patch, lambda runtime: runtime.facts.reduces)
+    loses_gradients(patch, lambda _, carried: not carried)
 
 
 def drops_the_last_rank(patch: pytest.MonkeyPatch) -> None:
-    loses_gradients(patch, lambda runtime: runtime.comm.rank == WORLD - 1)
+    loses_gradients(patch, lambda rank, _: rank == WORLD - 1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

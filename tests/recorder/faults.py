@@ -16,8 +16,6 @@ from shardwise.comm.protocol import Completed
 from shardwise.comm.transports.backend import BackendComm
 from shardwise.memory.gradients import Gradients
 from shardwise.memory.parameters import Bucket
-from shardwise.plan.schedule.events import Op
-from shardwise.runtime import unit
 from tests.recorder.programs import Program
 
 __all__ = ["FAULTS", "Fault"]
@@ -53,11 +51,7 @@ def no_wait_for_a_reduction() -> Patch:
         if gradients._reducing is not None:
             gradients._reducing = gradients._reducing._replace(pending=Completed())
 
-    def settle(gradients: Any) -> None:
-        forget(gradients)
-        Gradients.settle(gradients)
-
-    return mock.patch.dict(unit.OF_GRADIENTS, {Op.SETTLE: settle})
+    return before(Gradients, "settle", forget)
 
 
 def no_wait_for_the_other_copies() -> Patch:
@@ -102,14 +96,14 @@ def a_gradient_is_dropped_while_it_is_copied() -> Patch:
     return before(HostMemory, "store", lambda host: host._sources.clear())
 
 
-def refilled_in_the_copy_stream() -> Patch:
-    refill = Bucket._refill
+def refilled_in_another_stream() -> Patch:
+    refill = Memory.refill
 
-    def refilled(self: Bucket) -> None:
-        with self.host._stream:
-            refill(self)
+    def refilled(self: Memory, storage: torch.UntypedStorage, nbytes: int) -> None:
+        with torch.Stream(self._device):
+            refill(self, storage, nbytes)
 
-    return mock.patch.object(Bucket, "_refill", refilled)
+    return mock.patch.object(Memory, "refill", refilled)
 
 
 def a_gather_in_a_stream_of_its_own() -> Patch:
@@ -139,7 +133,7 @@ FAULTS = {
         Fault(no_wait_for_a_load, WHOLE, "has not waited for aten::copy_"),
         Fault(no_wait_of_the_host, EVERYTHING, "has not waited for aten::copy_"),
         Fault(a_gradient_is_dropped_while_it_is_copied, EVERYTHING, "frees"),
-        Fault(refilled_in_the_copy_stream, EVERYTHING, "has not waited"),
+        Fault(refilled_in_another_stream, EVERYTHING, "has not waited"),
         Fault(a_gather_in_a_stream_of_its_own, PLAIN, "has not waited"),
     )
 }

@@ -60,7 +60,7 @@ def test_what_cannot_be_looked_into_is_known_to_hide_tensors() -> None:
 def test_makers_are_the_nodes_of_what_requires_a_gradient_each_once() -> None:
     leaf = torch.ones(2, requires_grad=True)
     product = leaf * 2
-    found = grad_fns([product, (product, A), {"leaf": leaf}])
+    found = grad_fns(tensors([product, (product, A), {"leaf": leaf}]))
     assert found[0] is product.grad_fn
     assert len(found) == 2
     assert "AccumulateGrad" in found[1].name()
@@ -69,8 +69,8 @@ def test_makers_are_the_nodes_of_what_requires_a_gradient_each_once() -> None:
 def test_the_makers_of_a_view_are_its_own_and_that_of_its_base() -> None:
     base = torch.ones(4, requires_grad=True) * 2
     view = base[:2]
-    assert grad_fns(view) == [view.grad_fn]
-    assert grad_fns(view, with_bases=True) == [view.grad_fn, base.grad_fn]
+    assert grad_fns([view]) == [view.grad_fn]
+    assert grad_fns([view], with_bases=True) == [view.grad_fn, base.grad_fn]
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -338,7 +338,8 @@ def test_a_gradient_that_comes_while_its_bucket_travels_waits_for_it_and_is_adde
     runtime.serve("head", Phase.BACKWARD, "by hand")
     for value in (1.0, 2.0):
         for index, slot in enumerate(bucket.layout.slots):
-            runtime.collect(state, bucket, index, torch.full(slot.shape, value))
+            runtime.expect_late(state, bucket, index)
+            bucket.gradients.collect(index, torch.full(slot.shape, value), carried=False)
         runtime._carry_out([Event(Op.REDUCE, "head", Phase.BACKWARD)])
     runtime.end_backward(kept=False)
     ops = [event.op for event in recorder.events if event.unit == "head"]

@@ -36,7 +36,7 @@ def new(strategy: str = "full_shard") -> Schedules:
 
 
 def ops(script: tuple[Step, ...]) -> set[Op]:
-    return {event.op for step in script for event in (*step.before, *step.after)}
+    return {event.op for step in script for event in step.events}
 
 
 def test_each_mode_gathers_and_reduces_what_it_must() -> None:

@@ -21,6 +21,11 @@ def block(comm: Comm, strategy: str = "full_shard") -> tuple[sw.Sharded, UnitSta
     return sharded, sharded.runtime.units["blocks.0"]
 
 
+def carry_out(state: UnitState, op: Op) -> None:
+    for act in state.actions[op]:
+        act()
+
+
 def test_a_unit_with_frozen_parameters_has_a_bucket_that_is_never_reduced() -> None:
     _, state = block(LocalComm())
     assert [bucket.trainable for bucket in state.buckets] == [False, True]
@@ -29,7 +34,7 @@ def test_a_unit_with_frozen_parameters_has_a_bucket_that_is_never_reduced() -> N
 
 def test_all_buckets_are_gathered_and_freed_together() -> None:
     _, state = block(FakeComm(0, 2))
-    state.carry_out(Op.GATHER)
+    carry_out(state, Op.GATHER)
     assert all(bucket.gathered for bucket in state.buckets)
     for bucket in state.buckets:
         bucket.ready()
@@ -76,7 +81,7 @@ def test_it_is_complete_when_every_gradient_of_its_last_visit_has_come() -> None
 
 def test_an_abandoned_unit_is_at_rest_and_waits_for_nothing() -> None:
     sharded, state = block(FakeComm(1, 2))
-    state.carry_out(Op.GATHER)
+    carry_out(state, Op.GATHER)
     state.trainable[0].gradients.collect(
         0, torch.ones(state.trainable[0].layout.slots[0].shape), carried=True
     )
@@ -92,8 +97,8 @@ def test_what_copies_have_written_to_a_unit_is_joined_once() -> None:
     counters = state.buckets[0].mesh.replicate.counters
     counters.reset()
     state.expire(steps_only=False)
-    state.carry_out(Op.UPDATE)
-    state.carry_out(Op.UPDATE)
+    carry_out(state, Op.UPDATE)
+    carry_out(state, Op.UPDATE)
     assert counters.calls == {"update": 1}  # the other bucket is frozen
 
 
@@ -113,6 +118,6 @@ def test_ranks_that_map_one_bucket_wait_before_and_after_one_of_them_keeps_what_
     for bucket in state.buckets:
         bucket.ready()
     state.free()
-    state.carry_out(Op.GATHER)  # and never used
+    carry_out(state, Op.GATHER)  # and never used
     state.free()
     assert comm.fences == ["fence written parameters"] * 2

@@ -51,8 +51,9 @@ class Memory:
             storage.resize_(0)
 
     def refill(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Allocate the memory of a freed full bucket again, uninitialised."""
-        storage.resize_(nbytes)
+        """Allocate the memory of a full bucket again, uninitialised, if it was freed."""
+        if not storage.nbytes():
+            storage.resize_(nbytes)
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not torch.is_inference_mode_enabled():  # cheaper than entering the context

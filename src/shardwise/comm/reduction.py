@@ -62,11 +62,13 @@ class Reduction:
         if codec is not None:
             nbytes = wire_nbytes(self.wire, sent.numel(), comm.size)
             sent = codec.encode(sent, comm.size, comm.memory.gradient(nbytes, torch.uint8))
-        return PendingReduction(sent, out, self._issue(out, sent, comm, label))
+        return PendingReduction(sent, out, self._issue(out, sent, codec, comm, label))
 
-    def _issue(self, out: Tensor, sent: Tensor, comm: Comm, label: Label) -> Pending:
+    def _issue(
+        self, out: Tensor, sent: Tensor, codec: Codec | None, comm: Comm, label: Label
+    ) -> Pending:
         divisor = float(comm.size) if self.how == "avg" else self.after
-        if (codec := codec_of(self.wire)) is not None:
+        if codec is not None:
             return comm.exchange(sent, partial(_sum_decoded, out, codec, divisor), label)
         if not comm.has_reduce_scatter or sent.dtype is not out.dtype:
             on_received = partial(sum_in_rank_order, out, divisor=divisor)

@@ -53,18 +53,21 @@ class Gradients:
         self.copied = 0  # bytes
         self.full: Tensor | None = None  # [W * S] while gradients are collected or travel
         self.arrived: set[int] = set()  # those that lie in ``full``, or wait to be written there
-        self.arrived_now: set[int] = set()  # those that arrived since the unit's backward began
-        self.touched: set[int] = set()  # those that arrived since the last ``deliver``
+        self._reduced: set[int] = set()  # those that were reduced since the last ``deliver``
         self.trained = frozenset(range(len(spec.members)) if spec.trainable else ())
+        self.missing = set(self.trained)  # those that are due since the unit's backward began
         self.aside: dict[int, Tensor] = {}
         self.carries = False  # has a pass that did not reduce written here since the last reduce?
         self._shown: dict[int, Tensor] = {}  # what ``.grad`` is between two passes
+        self._is_shown = False  # was memory of ``full`` handed out as a ``.grad``?
         self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
         self._numels = [slot.numel for slot in spec.slots]
         self._small = [numel < SMALL for numel in self._numels]
         self._largest = max(self._numels, default=0) * spec.dtypes.collected.itemsize
+        self._indices = frozenset(range(len(spec.slots)))
         self._waiting: dict[int, Tensor] = {}
-        self._views: list[Tensor] = []
+        self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
+        self._views: list[Tensor] = []  # of it
         self._reducing: PendingReduction | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._spreading: Pending | None = None  # the other copies' parts of the result
@@ -72,24 +75,30 @@ class Gradients:
         self._label = Label("reduce", spec.title)
 
     @property
-    def complete(self) -> bool:
-        """Has every trained parameter's gradient arrived since the unit's backward began?"""
-        return self.trained <= self.arrived_now
+    def touched(self) -> set[int]:
+        """The parameters whose gradients arrived since the last ``deliver``."""
+        return self._reduced | self.arrived
+
+    def expect(self) -> None:
+        """The unit's backward pass begins: every trained parameter's gradient is due."""
+        self.missing = set(self.trained)
 
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
-        self.adopt()
+        if self._shown:
+            self.adopt()
         with disable_torch_function():
-            for index, param in enumerate(self.spec.params):
-                if (grad := get_grad(param)) is not None:
+            for index, grad in enumerate(map(get_grad, self.spec.params)):
+                if grad is not None:
                     if index not in self._shown:
                         self.aside[index] = grad
-                    set_grad(param, None)
+                    set_grad(self.spec.params[index], None)
         self._shown.clear()
 
     def show(self) -> None:
         """Set ``.grad`` after a pass that did not reduce: what was collected, or set aside."""
         self.write()  # what waits is autograd's, and may change after this
+        self._is_shown = self._is_shown or bool(self.arrived)
         with disable_torch_function():
             for index in self.arrived:
                 if index in self.aside:  # with a version of its own, which tells of writes
@@ -115,7 +124,7 @@ class Gradients:
                     view.copy_(grad)
                 self._adopt_aside(index, view)
         if not self.arrived:
-            self.full, self._views = None, []
+            self._release()
 
     def _adopt_aside(self, index: int, view: Tensor) -> None:
         if index not in self.aside or get_version(view) == self._versions[index]:
@@ -138,7 +147,7 @@ class Gradients:
         return True
 
     def _forget(self, index: int) -> None:
-        for kept in (self.arrived, self.touched):
+        for kept in (self.arrived, self._reduced):
             kept.discard(index)
         for shown in (self._shown, self.aside):
             shown.pop(index, None)
@@ -167,15 +176,16 @@ class Gradients:
                 if get_grad(self.spec.params[index]) is view:
                     set_grad(self.spec.params[index], None)
         self.restore()
-        self.full = self._reducing = self._result = self._stored = None
+        # A transfer may read the bucket still where its group has failed.
+        self.full = self._bucket = self._reducing = self._result = self._stored = None
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown):
             kept.clear()
-        for indices in (self.arrived, self.touched):
+        for indices in (self.arrived, self._reduced):
             indices.clear()
 
     def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
-        """Write one parameter's whole gradient into its slot; returns ``complete``.
+        """Write one parameter's whole gradient into its slot; was it the last one missing?
 
         Args:
             grad: a second one is added. It is kept until ``write`` if it is small.
@@ -187,15 +197,14 @@ class Gradients:
         self.carries = self.carries or carried
         again = index in self.arrived
         self.arrived.add(index)
-        self.arrived_now.add(index)
-        self.touched.add(index)
+        self.missing.discard(index)
         if self._small[index] and not again and not grad.is_sparse:
             self._waiting[index] = grad
         else:
             join_freed(self._numels[index] * grad.itemsize)  # those before it are gone
             self.write()
             self._put(self._views[index], grad.to_dense() if grad.is_sparse else grad, again)
-        return self.complete
+        return not self.missing
 
     def _put(self, view: Tensor, grad: Tensor, adds: bool) -> None:
         if grad is view:  # it was in ``.grad``, and autograd has added to it
@@ -216,36 +225,55 @@ class Gradients:
         self._waiting.clear()
 
     def _open(self, dtype: torch.dtype) -> Tensor:
-        spec = self.spec
-        self.full = full = self._averages[0][0].memory.gradient(spec.layout.numel, dtype)
+        memory, spec = self._averages[0][0].memory, self.spec
+        if self._bucket is not None and self._bucket.dtype is dtype:
+            self.full = full = self._bucket
+            memory.refill(full.untyped_storage(), full.nbytes)
+            return full
+        self.full = self._bucket = full = memory.gradient(spec.layout.numel, dtype)
         with untracked_views():
             self._views = spec.full_views(full)
         return full
+
+    def _release(self) -> None:
+        """Free the gradient bucket; its views stay for the next pass, if its memory is ours alone.
+
+        It is not where ``.grad`` shows it, or where one rank alone takes its sum for the mean.
+        """
+        self.full, bucket = None, self._bucket
+        comm = self._averages[0][0]
+        if bucket is None or self._is_shown or comm.size == 1 or comm.memory.shared:
+            self._bucket, self._views, self._is_shown = None, [], False
+        else:
+            comm.memory.free(bucket.untyped_storage())
 
     def reduce(self) -> None:
         """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
         spec = self.spec
         full = self.full if self.full is not None else self._open(spec.dtypes.collected)
         self.write()
-        for index in set(range(len(self._views))) - self.arrived:
+        for index in self._indices - self.arrived:
             self._views[index].zero_()
         for start, stop in spec.full_views.gaps:
             full[start:stop].zero_()
         comm, reduction = self._averages[0]
         self._reducing = reduction.start(full, comm, self._label)
-        self.full = self._reducing.sent
+        if self._reducing.sent is not full:  # it was narrowed
+            self._release()
+            self.full = self._reducing.sent
 
     def settle(self) -> None:
         """Wait for the reduce and let the gradient bucket go."""
         if self._reducing is not None:
             self._reducing.pending.wait()
-            earlier = self.mean()
+            earlier = None if self._result is None else self.mean()
             self._result = self._over_copies(self._reducing.out)
             if earlier is not None:  # a gradient came late
                 self.mean()
                 self._result.add_(earlier)
-        self.full = self._reducing = None
-        self._views, self.carries = [], False
+        self._release()
+        self._reducing, self.carries = None, False
+        self._reduced |= self.arrived
         self.arrived.clear()
         join_freed(self._largest)
 
@@ -255,7 +283,8 @@ class Gradients:
         for comm, reduction in self._averages[1:]:
             _, mean, pending = reduction.start(mean, comm, self._label)
             pending.wait()
-        mean = mean.to(spec.dtypes.stored)  # the same tensor where it is
+        if mean.dtype is not spec.dtypes.stored:
+            mean = mean.to(spec.dtypes.stored)
         if spec.copies == 1:
             return mean
         full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
@@ -304,5 +333,6 @@ class Gradients:
                     if used[index]:
                         self.aside[index].add_(views[index].to(self.aside[index].device))
             self._result = None
-            self.touched.clear()
-        self.restore()
+            self._reduced.clear()
+        if self.aside:
+            self.restore()

@@ -49,6 +49,7 @@ __all__ = ["Bucket", "State"]
 
 OUR_CLASSES = (nn.Parameter, ShardedParameter)
 _DETACH: Any = Tensor.detach
+_ADDRESS: Any = Tensor.data_ptr
 
 
 class State(Enum):
@@ -72,8 +73,12 @@ class Bucket:
         self._pending: Pending | None = None
         self._label = Label("gather", spec.title)
         self._memory = mesh.shard.memory
+        #: The context of what follows a copy from host memory; another one, which costs least.
+        self._after_loads = host.copying if spec.in_host else disable_torch_function
         self._is_current = False  # does a kept full bucket hold what all shards hold now?
         self._allocate()
+        #: Is anything made of its shard that is kept until that is written?
+        self.expires = spec.kept or self._sent.expires
         ours = [param for param in self.params if type(param) in OUR_CLASSES]
         #: Whose class changes, on one rank as on many. Classes that users gave are left alone.
         self._ours = ours if spec.placement.splits or not self.allocation.stays_whole else []
@@ -161,38 +166,35 @@ class Bucket:
             return
         self._is_current = self.spec.kept and not self.trainable
         join_freed(self._nbytes)
-        self._refill()
-        self.update()
-        self.load()
-        with self._sent.copying() as copied:
+        self._memory.refill(self._storage, self._nbytes)
+        if not self._sent.is_updated:
+            self.update()
+        if not self._sent.is_loaded:
+            self.load()
+        with self._after_loads() as copied:
             self._pending = copied
-            self.copied += self._sent.fill(self.shard)
+            if not self._sent.is_filled:
+                self.copied += self._sent.fill(self.shard)
             if not self.allocation.whole:
                 self._pending = self.mesh.shard.all_gather(self._writer, self._label)
 
-    def _refill(self) -> None:
-        if not self._storage.nbytes():
-            self._memory.refill(self._storage, self._nbytes)
-
     def load(self) -> None:
         """Copy the shard from host memory to the device, where that is needed."""
-        if self._sent.is_loaded:
-            return
-        self.adopt()
-        self._refill()
-        self._pending = self._sent.load(self.shard)
+        if not self._sent.is_loaded:
+            self.adopt()
+            self._memory.refill(self._storage, self._nbytes)
+            self._pending = self._sent.load(self.shard)
 
     def update(self) -> None:
         """Join the pieces that the copies' optimizers have written to this rank's shard.
 
         A collective of the ranks that hold copies, and nothing if no optimizer has stepped since.
         """
-        if self._sent.is_updated:
-            return
-        self.adopt()
-        self.load()
-        with self._sent.copying() as self._pending:
-            self.copied += self._sent.update(self.shard)
+        if not self._sent.is_updated:
+            self.adopt()
+            self.load()
+            with self._after_loads() as self._pending:
+                self.copied += self._sent.update(self.shard)
 
     def ready(self) -> None:
         """Wait for the gather and let the parameters be views of the full bucket."""
@@ -207,8 +209,7 @@ class Bucket:
             else:
                 with disable_torch_function():
                     self._bind(GatheredParameter, self._full_views)
-                    self._versions = list(map(get_version, self.params))
-                self._may_be_written = False
+                    self._versions, self._may_be_written = [*map(get_version, self.params)], False
             self.state = State.READY
         elif self.dtypes.stored is not self.dtypes.param:
             # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
@@ -261,10 +262,11 @@ class Bucket:
 
     def expect_step(self) -> None:
         """An optimizer may step next; it leaves alone what is frozen and has no gradient."""
-        with disable_torch_function():
-            steps = self.trainable or any(get_grad(p) is not None for p in self.params)
-        if steps or not self._is_current:
-            self.expire()
+        if self._is_current and not self.trainable:
+            with disable_torch_function():
+                if all(get_grad(param) is None for param in self.params):
+                    return
+        self.expire()
 
     def adopt(self) -> None:
         """Take over values that were put in place of a parameter's by ``param.data = ...``.
@@ -273,7 +275,7 @@ class Bucket:
         were there, as of any parameter: where nothing is split, the bucket moves to other memory.
         """
         with disable_torch_function():
-            same = addresses_of(self.params) == self._addresses
+            same = [*map(_ADDRESS, self.params)] == self._addresses
             if same and (self._guards or shapes_of(self.params) == shapes_of(self._rest_views)):
                 return
             for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
@@ -336,8 +338,7 @@ class Bucket:
         """Give our parameters the class ``kind``, and all of them ``values``, if there are any."""
         for param in self._ours:
             param.__class__ = kind
-        for param, value in zip(self.params, values, strict=True) if values else ():
-            set_data(param, value)
+        [*map(set_data, self.params, values or ())]  # half the cost of a loop
 
     # ---- written while whole -----------------------------------------------------------------
 
@@ -345,14 +346,10 @@ class Bucket:
         """May a parameter have been written since it became whole?"""
         if self.allocation.stays_whole or self.state is not State.READY:
             return False
-        return (
-            self._may_be_written
-            or list(map(get_version, self.params)) != self._versions
-            or (
-                len(self._ours) < len(self.params)
-                and addresses_of(self.params) != addresses_of(self._full_views)
-            )
-        )
+        if self._may_be_written or [*map(get_version, self.params)] != self._versions:
+            return True
+        others = len(self._ours) < len(self.params)  # classes of the user's own tell nothing
+        return others and addresses_of(self.params) != addresses_of(self._full_views)
 
     def keep_written(self) -> None:
         """Take this rank's part of what was written into the shard, if one rank wrote it."""

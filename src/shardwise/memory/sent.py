@@ -11,8 +11,6 @@ used again until an optimizer may have stepped.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 from torch import Tensor
 
 from shardwise.comm.host_memory import HostMemory
@@ -32,13 +30,16 @@ class Sent:
         if spec.staged is not None:
             self.joined = mesh.shard.memory.shard(self._out.numel(), spec.staged)
         self.piece = spec.piece(self.joined)
+        joins = spec.in_host or spec.splits_copies
+        self._in_place = spec.allocation.aliased or (joins and spec.staged is None)
+        self.expires = joins or (spec.allocation.lasting and not self._in_place)
         self.forget()
 
     def forget(self) -> None:
         """Drop what was made: it is old, or its memory is gone."""
         self.is_loaded = not self._loads
         self.is_updated = not self._spec.splits_copies
-        self._is_filled = False  # with what the shard holds now, in memory that lasts
+        self.is_filled = self._in_place  # with what the shard holds now, in memory that lasts
 
     def expire(self) -> None:
         """The shard may be written next."""
@@ -67,15 +68,6 @@ class Sent:
     def fill(self, shard: Tensor) -> int:
         """Copy or cast to the full bucket; returns how many bytes."""
         source = self.joined if self._loads or self._spec.splits_copies else shard
-        if self._is_filled or source.data_ptr() == self._out.data_ptr():
-            return 0
-        self._is_filled = self._spec.allocation.lasting
+        self.is_filled = self._spec.allocation.lasting
         self._out.copy_(source)
         return self._out.nbytes
-
-    def copying(self) -> AbstractContextManager[Pending | None]:
-        """Order what is issued inside after what is loaded; yields what to wait for, if anything.
-
-        What was to be waited for before is included.
-        """
-        return self._host.copying() if self._loads else nullcontext()

@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 
 from shardwise.errors import ScheduleError, ShardUseError
 from shardwise.memory.grad_hooks import is_handed_out, on_gradient
-from shardwise.memory.parameters import Bucket
+from shardwise.memory.parameters import Bucket, State
 from shardwise.memory.shard_tensor.use_errors import autograd_grad_called
 from shardwise.plan.schedule.events import Phase
 from shardwise.runtime.forward_calls import ForwardCall, ForwardCalls
@@ -53,6 +53,7 @@ class Backward:
             partial(runtime.enter, phase=Phase.BACKWARD),
             partial(runtime.exit, phase=Phase.BACKWARD),
         )
+        self.known = set[object]()  # nodes at which calls of this forward pass begin
         self._begun = False  # a backward pass has begun, and its end was not seen
         self._token: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
@@ -188,19 +189,23 @@ class Backward:
         """
         self.calls.expect(call)
         for node in outputs:
-            made = identity(node), sequence_number(node)
-            node.register_prehook(partial(self._come_to, call, *made))
+            made = identity(node)
+            node.register_prehook(partial(self._come_to, call, made, sequence_number(node)))
+            self.known.add(made)
         call.end_is_seen = bool(inputs)
         for node in inputs:
             if is_accumulate_grad(node):
                 # A leaf's gradient is due as early as those of the parameters, in any order.
                 node.register_prehook(partial(self._leave_when_complete, call))
                 continue
-            node.register_prehook(partial(self._leave, call))
-            call.input_nodes.add(identity(node))
+            made = identity(node)
+            call.input_nodes.add(made)
+            if made not in self.known:  # else ``come_to`` leaves this call there
+                node.register_prehook(partial(self._leave, call))
 
     def _come_to(self, call: ForwardCall, node: object, number: int, gradients: Any) -> None:
-        self._begin()
+        if self._token is None or self._token() is None:
+            self._begin()
         self.calls.come_to(call, node, number)
 
     def _leave(self, call: ForwardCall, gradients: Any) -> None:
@@ -214,38 +219,41 @@ class Backward:
 
     # ---- gradients -------------------------------------------------------------------------
 
-    def _collect(self, number: int, param: Tensor) -> None:
-        state, bucket, index = self._places[number]
+    def _refuse(self, name: str, param: Tensor) -> ScheduleError:
+        set_grad(param, None)
         if self.suspended:
-            param.grad = None
-            raise ScheduleError(
+            return ScheduleError(
                 "backward() inside full_params() would leave unsharded gradients on every rank. "
                 "Train outside the block; full_params() is for reading, writing and generating."
             )
-        gradient = get_grad(param)
-        if gradient is None:  # a function whose backward gave None for its parameter
-            return
-        if gradient.requires_grad:
-            set_grad(param, None)
-            raise ScheduleError(
-                f"the gradient of {bucket.members[index].name!r} carries a graph "
-                "(create_graph=True), which averaging over the ranks would lose. A derivative with "
-                "respect to inputs is taken with torch.autograd.grad(loss, inputs, create_graph="
-                "True); one with respect to parameters inside `with sharded.full_params():`."
-            )
-        running = self._token is not None and self._token() is not None
-        # Taken first: what the shards have when a backward pass begins is set aside.
-        if running or not bucket.gradients.was_added_to(index, gradient):
-            set_grad(param, None)
-        if not running:
-            self._begin()
-        if self.runtime.collect(state, bucket, index, gradient):
-            self.calls.parameters_complete(state.name, state.wholly_trained)
+        return ScheduleError(
+            f"the gradient of {name!r} carries a graph (create_graph=True), which averaging over "
+            "the ranks would lose. A derivative with respect to inputs is taken with "
+            "torch.autograd.grad(loss, inputs, create_graph=True); one with respect to parameters "
+            "inside `with sharded.full_params():`."
+        )
 
 
-def _arrived(backward: weakref.ref[Backward], number: int, param: Tensor) -> None:
-    if (alive := backward()) is not None:
-        alive._collect(number, param)
+def _arrived(reference: weakref.ref[Backward], number: int, param: Tensor) -> None:
+    """A gradient was added. For each parameter in each step, so it is one function."""
+    backward, gradient = reference(), get_grad(param)
+    if backward is None or gradient is None:  # a function gave None for its parameter
+        return
+    state, bucket, index = backward._places[number]
+    if backward.suspended or gradient.requires_grad:
+        raise backward._refuse(bucket.members[index].name, param)
+    running = backward._token is not None and backward._token() is not None
+    # Taken first: what the shards have when a backward pass begins is set aside.
+    if running or not bucket.gradients.was_added_to(index, gradient):
+        set_grad(param, None)
+    if not running:
+        backward._begin()
+    runtime, facts = backward.runtime, backward.runtime.facts
+    if bucket.state is not State.READY or state.name in facts.reducing:
+        runtime.expect_late(state, bucket, index)
+    is_last = bucket.gradients.collect(index, gradient, not facts.reduces)
+    if is_last and runtime.is_complete(state):
+        backward.calls.parameters_complete(state.name, state.wholly_trained)
 
 
 def _comes(backward: weakref.ref[Backward], _: Tensor) -> None:

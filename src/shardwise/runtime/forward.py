@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from shardwise.comm.protocol import Comm
@@ -60,7 +60,7 @@ class Frame:
     module: nn.Module
     unit: str | None
     call: ForwardCall | None  # None: no gradients, or a recomputation of a call that has one
-    inputs: frozenset[Node]
+    inputs: set[Node]
     python: FrameType  # Python's frame, which is on a stack for as long as the call goes on
     handled: BaseException | None  # what the caller was handling already when it began
     listed: bool  # False: a recomputation, which no schedule lists
@@ -187,9 +187,9 @@ class Hooks:
         recomputes = graph_task() != -1 and self.backward.running
         resume = None if self._frames or recomputes else self._begin(unit)
         call = self._expected(unit, recomputes)
-        inputs = frozenset[Node]() if call is None else frozenset(grad_fns(given))
+        inputs = () if call is None else grad_fns(tensors(given))
         handled = sys.exc_info()[1]
-        frame = Frame(module, unit, call, inputs, python, handled, not recomputes, resume)
+        frame = Frame(module, unit, call, set(inputs), python, handled, not recomputes, resume)
         self._frames.append(frame)
         if unit is not None:
             self.runtime.enter(unit, Phase.FORWARD, frame.listed)
@@ -213,6 +213,7 @@ class Hooks:
         if is_transformed():
             raise functorch_transform()
         self.backward.abandon_stopped()
+        self.backward.known.clear()
         self.registered.check()
         if torch.is_grad_enabled():
             self.runtime.update_trained()
@@ -264,11 +265,13 @@ class Hooks:
 
         So does an output that is a view of a parameter: the unit stays whole until the step ends.
         """
-        pins = frame.listed and frame.unit is not None and self._shows(frame.unit, output)
+        shown = tensors(output)
+        pins = frame.listed and frame.unit is not None and self._shows(frame.unit, shown)
         if frame.call is not None:
-            hides = output is None or may_hide_tensors(output)
-            nodes = self._nodes_of(frame, output, hides)
-            if nodes:
+            nodes = grad_fns(shown, with_bases=True)
+            if hides := output is None or may_hide_tensors(output):
+                nodes += self._hidden_nodes(frame.call, output, nodes)
+            if nodes := [node for node in nodes if node not in frame.inputs]:
                 self.backward.expect(frame.call, nodes, frame.inputs)
             elif hides:
                 self.backward.expect_parameters()
@@ -276,21 +279,15 @@ class Hooks:
         if pins and frame.unit is not None:
             self.runtime.facts.pinned.add(frame.unit)
 
-    def _nodes_of(self, frame: Frame, output: Any, hides: bool) -> list[Node]:
-        """Return the nodes of an output and of what ``hides`` in attributes the call has made."""
-        assert frame.call is not None
-        nodes = grad_fns(output, with_bases=True)
-        if hides:
-            nodes += [
-                node
-                for node in grad_fns(tensors_in_objects(output), with_bases=True)
-                if sequence_number(node) >= frame.call.first_node and node not in nodes
-            ]
-        return [node for node in nodes if node not in frame.inputs]
+    def _hidden_nodes(self, call: ForwardCall, output: Any, shown: list[Node]) -> list[Node]:
+        """Return the nodes, not ``shown``, of what the call has made and hides in attributes."""
+        nodes = grad_fns(tensors_in_objects(output), with_bases=True)
+        made = (node for node in nodes if sequence_number(node) >= call.first_node)
+        return [node for node in made if node not in shown]
 
-    def _shows(self, unit: str, output: Any) -> bool:
-        storages = {bucket.storage_key for bucket in self.runtime.units[unit].buckets}
-        return any(storage_key(tensor) in storages for tensor in tensors(output))
+    def _shows(self, unit: str, shown: list[Tensor]) -> bool:
+        buckets = self.runtime.units[unit].buckets
+        return not {bucket.storage_key for bucket in buckets}.isdisjoint(map(storage_key, shown))
 
     # ---- other methods ---------------------------------------------------------------------
 

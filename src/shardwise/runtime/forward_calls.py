@@ -114,11 +114,10 @@ class ForwardCalls:
             node: its identity.
             number: among the nodes of the thread of ``call``.
         """
-        for ended in [one for one in reversed(self._open) if node in one.input_nodes]:
-            self.leave(ended)
-        for ended in [one for one in reversed(self._open) if one.first_node > number]:
-            if ended.ends_unseen and ended.thread is call.thread:
-                self.leave(ended)
+        for one in self._open[::-1]:
+            is_older = one.first_node > number and one.thread is call.thread
+            if node in one.input_nodes or (is_older and one.ends_unseen):
+                self.leave(one)
         self._begin(call)
 
     def _begin(self, call: ForwardCall) -> None:
@@ -148,8 +147,8 @@ class ForwardCalls:
 
     def parameters_complete(self, unit: str, all_trained: bool) -> None:
         """Every gradient of a unit is there; ``all_trained``: no parameter is without one."""
-        for call in [one for one in self._open if one.unit == unit]:
-            if call.inputs_done or (call.ends_unseen and all_trained):
+        for call in self._open[:]:
+            if call.unit == unit and (call.inputs_done or (call.ends_unseen and all_trained)):
                 self.leave(call)
 
     def leave_all(self, units: Sequence[str]) -> None:

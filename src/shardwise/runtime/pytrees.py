@@ -5,7 +5,7 @@ A unit whose outputs were not all found would be freed too early.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from gc import get_referents
 from types import CodeType, FunctionType, ModuleType
@@ -33,34 +33,31 @@ _NOT_OF_A_CALL = (*_LEAVES, nn.Module, Node, ModuleType, CodeType, type)
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors in pytree containers and dataclasses."""
     result: list[Tensor] = []
-    _find(tree, result)
+    _find((tree,), result)
     return result
 
 
-def _find(tree: Any, result: list[Tensor]) -> None:
+def _find(items: Iterable[Any], result: list[Tensor]) -> None:
     """Plain containers are traversed here, because torch's pytree is ten times slower."""
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        for item in tree:
+    for item in items:
+        kind = type(item)
+        if isinstance(item, Tensor):
+            result.append(item)
+        elif kind is tuple or kind is list:
             _find(item, result)
-    elif kind is dict:
-        for item in tree.values():
-            _find(item, result)
-    elif isinstance(tree, Tensor):
-        result.append(tree)
-    elif kind not in _LEAVES:
-        _find_in_node(tree, result)
+        elif kind is dict:
+            _find(item.values(), result)
+        elif kind not in _LEAVES:
+            _find_in_node(item, result)
 
 
 def _find_in_node(tree: Any, result: list[Tensor]) -> None:
     """Traverse a registered pytree node, or else a dataclass."""
     leaves = tree_leaves(tree)
     if len(leaves) != 1 or leaves[0] is not tree:
-        for leaf in leaves:
-            _find(leaf, result)
+        _find(leaves, result)
     elif _is_dataclass(tree):
-        for item in fields(tree):
-            _find(getattr(tree, item.name), result)
+        _find([getattr(tree, item.name) for item in fields(tree)], result)
 
 
 def _is_dataclass(leaf: Any) -> bool:
@@ -99,14 +96,14 @@ def _held_by(leaf: Any) -> Sequence[Any]:
     return get_referents(leaf)
 
 
-def grad_fns(tree: Any, with_bases: bool = False) -> list[Node]:
-    """The autograd nodes of the tensors in ``tree``, each once.
+def grad_fns(given: Iterable[Tensor], with_bases: bool = False) -> list[Node]:
+    """The autograd nodes of tensors, each once.
 
     A view that is modified in place later gets a new node, but the node of its base stays in the
     graph: ``with_bases`` includes those.
     """
     result: dict[Node, None] = {}
-    for tensor in tensors(tree):
+    for tensor in given:
         if tensor.requires_grad:
             result[tensor.grad_fn or get_gradient_edge(tensor).node] = None
             base = base_of(tensor) if with_bases else None

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.comm.malloc import keep_mapped
 from shardwise.comm.one_stream import OneStream
@@ -24,7 +24,7 @@ from shardwise.errors import ScheduleError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.use_errors import gradient_without_gather
 from shardwise.plan.schedule.cursor import Cursor
-from shardwise.plan.schedule.decide import Facts, Step, Upcoming, decide
+from shardwise.plan.schedule.decide import Facts, Upcoming, decide
 from shardwise.plan.schedule.events import Cue, Event, Mode, Op, Order, Phase, Policy
 from shardwise.runtime.schedules import Schedules
 from shardwise.runtime.trained import Trained
@@ -63,6 +63,8 @@ class Runtime:
         self._peers_may_read = False  # a peer may still compute with shared parameters
         self._may_keep_mapped = comm.device.type == "cpu" and comm.size > 1
         buckets = [bucket for state in units.values() for bucket in state.buckets]
+        #: The units of whose shards something is made that is kept.
+        self._expiring = {bucket.unit for bucket in buckets if bucket.expires}
         #: Otherwise a rank has all parameters itself, and may compute with them alone.
         self._is_split = not all(bucket.allocation.whole for bucket in buckets)
         #: Pinned, and whole, before the forward pass without gradients.
@@ -83,22 +85,37 @@ class Runtime:
     def enter(self, unit: str, phase: Phase, listed: bool = True) -> None:
         """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation."""
         self._stream.check()
+        state = self.units[unit]
         if phase is Phase.BACKWARD:
-            for bucket in self.units[unit].trainable:
-                bucket.gradients.arrived_now.clear()
+            for bucket in state.trainable:
+                bucket.gradients.expect()
         try:
-            if listed:
-                self._cue(Cue(Op.ENTER, unit, phase))
-            else:
+            if not listed:
                 self.serve(unit, Phase.BACKWARD, "recomputed")
+                return
+            cue = state.enters[phase]
+            step = self._cursor.match(cue)
+            self._carry_out(self._decide(cue) if step is None else step.events)
+            self.serve(unit, phase, "on demand")
+            if self.listeners:
+                self._report(Event(*cue))
         finally:  # not before: the cue may bring what frees the unit after an earlier call
-            self.facts.calls(phase)[unit] += 1
+            self.facts.calls[phase][unit] += 1
 
     def exit(self, unit: str, phase: Phase, listed: bool = True) -> None:
         """A call of ``unit`` has ended, or its backward pass has."""
-        self.facts.calls(phase)[unit] -= 1
-        if listed:
-            self._cue(Cue(Op.EXIT, unit, phase))
+        self.facts.calls[phase][unit] -= 1
+        if not listed:
+            return
+        cue = self.units[unit].exits[phase]
+        step = self._cursor.match(cue)
+        if self.listeners:
+            self._report(Event(*cue))
+        if step is None:
+            ends = phase is Phase.BACKWARD and not self._cursor.awaits_backward(unit, Op.EXIT)
+            self._carry_out(self._decide(cue, is_last=ends))
+        else:
+            self._carry_out(step.events)
 
     def serve(self, unit: str, phase: Phase, reason: str) -> None:
         """Unshard a unit now, whatever the schedule says."""
@@ -106,21 +123,6 @@ class Runtime:
             self._carry_out(self.policy.gathering(unit, phase, reason))
         for bucket in self.units[unit].buckets:
             bucket.ready()
-
-    def _cue(self, cue: Cue) -> None:
-        step = self._cursor.match(cue)
-        if step is None:
-            ends = cue.phase is Phase.BACKWARD
-            is_last = ends and not self._cursor.awaits_backward(cue.unit, Op.EXIT)
-            step = Step.of(cue, self._decide(cue, is_last))
-        if step.before:
-            self._carry_out(step.before)
-        if cue.op is Op.ENTER:
-            self.serve(cue.unit, cue.phase, "on demand")
-        if self.listeners:
-            self._report(Event(*cue))
-        if step.after:
-            self._carry_out(step.after)
 
     def _decide(self, cue: Cue, is_last: bool = False) -> list[Event]:
         """The events of a cue that was not expected; ``is_last``: of the calls of its unit."""
@@ -130,9 +132,9 @@ class Runtime:
 
     def _carry_out(self, listed: Iterable[Event]) -> None:
         for event in listed:
-            if self.facts.is_due(event):
-                self.facts.note(event)
-                self.units[event.unit].carry_out(event.op)
+            if self.facts.take(event):
+                for act in self.units[event.unit].actions[event.op]:
+                    act()
                 if self.listeners and event[:2] not in self._unreported:
                     self._report(event)
 
@@ -210,17 +212,17 @@ class Runtime:
         for bucket in self.trained.buckets:
             bucket.gradients.set_aside()
 
-    def collect(self, state: UnitState, bucket: Bucket, index: int, grad: Tensor) -> bool:
-        """Move a parameter's gradient into the gradient bucket; was it the unit's last one?"""
+    def expect_late(self, state: UnitState, bucket: Bucket, index: int) -> None:
+        """A gradient has come that may have to wait, or that nobody can use."""
         if not bucket.is_whole:
             raise gradient_without_gather(bucket.members[index].name, state.name)
         if state.name in self.facts.reducing:  # nothing may be written into what travels
             late = self.policy.settling(state.name, Phase.BACKWARD, "a gradient came late")
             self._carry_out(late)
-        complete = bucket.gradients.collect(index, grad, not self.facts.reduces)
-        if not (complete and state.complete):
-            return False
-        return not self._cursor.awaits_backward(state.name, Op.ENTER)
+
+    def is_complete(self, state: UnitState) -> bool:
+        """Has every gradient of a unit come, for the last of its calls?"""
+        return state.complete and not self._cursor.awaits_backward(state.name, Op.ENTER)
 
     def end_backward(self, kept: bool) -> None:
         """End a backward pass; ``kept``: its graph is kept for another one."""
@@ -286,7 +288,7 @@ class Runtime:
 
     def _expire(self, units: Iterable[str], steps_only: bool = False) -> None:
         """Shards may be written next, so what was made of them is old then."""
-        for unit in units:
+        for unit in self._expiring.intersection(units):
             self.units[unit].expire(steps_only)
         self.facts.expire(units)
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 
 import torch
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ScheduleError
-from shardwise.memory.parameters import Bucket
+from shardwise.memory.parameters import Bucket, State
 from shardwise.runtime.unit import UnitState
 from shardwise.torch_internals import disable_torch_function
 
@@ -69,7 +70,8 @@ class Trained:
         return flags if flags != self._flags else []
 
     def ask_used(self) -> Callable[[], list[bool]]:
-        arrived = [at in b.gradients.touched for b in self.buckets for at in range(len(b.params))]
+        touched = [(bucket.gradients.touched, len(bucket.params)) for bucket in self.buckets]
+        arrived = [index in those for those, count in touched for index in range(count)]
         return ask_used(arrived, self._comm)
 
     def end_backward(self, used: Callable[[], list[bool]] | None) -> None:
@@ -89,9 +91,9 @@ class Trained:
         for comm in self._copies:  # peers still read this rank's mean
             comm.fence(Label("fence", "gradients"))
         flags = iter(used())
-        self.used = {bucket: [next(flags) for _ in bucket.params] for bucket in self.buckets}
+        self.used = {bucket: [*islice(flags, len(bucket.params))] for bucket in self.buckets}
         for bucket, used_here in self.used.items():
-            bucket.gradients.deliver(used_here, at_rest=not bucket.gathered)
+            bucket.gradients.deliver(used_here, bucket.state is State.AT_REST)
 
     def forget_gradients(self) -> None:
         """Forget what was collected and not reduced: it was dropped."""
@@ -118,8 +120,8 @@ class Trained:
                 trained = [index for index in range(len(bucket.params)) if next(flags)]
                 bucket.gradients.trained = frozenset(trained)
             counts = {b: len(b.gradients.trained) for b in state.buckets}
-            state.trainable = [b for b in counts if counts[b] or b in self._unreduced]
-            state.wholly_trained = all(counts[b] == len(b.params) for b in counts)
+            trainable = [b for b in counts if counts[b] or b in self._unreduced]
+            state.train(trainable, all(counts[b] == len(b.params) for b in counts))
         self.buckets = [bucket for state in self._states for bucket in state.trainable]
         copied = (b.mesh.replicate for b in self.buckets if b.spec.copies > 1)
         self._copies = list(dict.fromkeys(copied))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from shardwise.comm.protocol import Label
 from shardwise.errors import RanksDisagree
-from shardwise.memory.gradients import Gradients
 from shardwise.memory.parameters import Bucket
-from shardwise.plan.schedule.events import Op, UnitBytes
+from shardwise.plan.schedule.events import Cue, Op, Phase, UnitBytes
 from shardwise.plan.spec import bytes_of
 
 __all__ = ["UnitState"]
-
-OF_PARAMETERS = {Op.LOAD: Bucket.load, Op.UPDATE: Bucket.update, Op.GATHER: Bucket.gather}
-OF_GRADIENTS = {Op.REDUCE: Gradients.reduce, Op.SETTLE: Gradients.settle, Op.STORE: Gradients.store}
 
 
 class UnitState:
@@ -22,9 +19,24 @@ class UnitState:
 
     def __init__(self, name: str, buckets: tuple[Bucket, ...]) -> None:
         self.name, self.buckets = name, buckets
-        # ``Trained`` sets both:
-        self.trainable: list[Bucket] = []  # those that take part in backward passes
-        self.wholly_trained: bool  # is every parameter trained?
+        self.enters = {phase: Cue(Op.ENTER, name, phase) for phase in Phase}
+        self.exits = {phase: Cue(Op.EXIT, name, phase) for phase in Phase}
+        self.train([], wholly=False)
+
+    def train(self, buckets: list[Bucket], wholly: bool) -> None:
+        """Choose the buckets of backward passes from now on; ``wholly``: all parameters train."""
+        self.trainable, self.wholly_trained = buckets, wholly
+        gradients = [bucket.gradients for bucket in buckets]
+        #: For each event, what is called to carry it out.
+        self.actions: dict[Op, list[Callable[[], object]]] = {
+            Op.LOAD: [bucket.load for bucket in self.buckets],
+            Op.UPDATE: [bucket.update for bucket in self.buckets],
+            Op.GATHER: [bucket.gather for bucket in self.buckets],
+            Op.FREE: [self.free],
+            Op.REDUCE: [of_bucket.reduce for of_bucket in gradients],
+            Op.SETTLE: [of_bucket.settle for of_bucket in gradients],
+            Op.STORE: [of_bucket.store for of_bucket in gradients],
+        }
 
     @property
     def collected(self) -> bool:
@@ -37,7 +49,7 @@ class UnitState:
     @property
     def complete(self) -> bool:
         """Has every gradient arrived since the backward pass of the last call began?"""
-        return all(b.gradients.complete for b in self.trainable)
+        return not any(bucket.gradients.missing for bucket in self.trainable)
 
     def _keep_written(self) -> None:
         """Keep what was written to parameters while they were whole.
@@ -46,8 +58,6 @@ class UnitState:
         still compute with it, and after it, since they read each other's parts next.
         """
         written = [bucket for bucket in self.buckets if bucket.is_written()]
-        if not written:
-            return
         fences = [bucket.mesh.shard for bucket in written if bucket.allocation.shared][:1]
         for comm in fences:
             comm.fence(Label("fence", "written parameters"))
@@ -56,19 +66,13 @@ class UnitState:
         for comm in fences:
             comm.fence(Label("fence", "written parameters"))
 
-    def carry_out(self, op: Op) -> None:
-        """Do what an event says, in each bucket."""
-        if op is Op.FREE:
-            self.free()
-        for bucket in self.buckets if op in OF_PARAMETERS else ():
-            OF_PARAMETERS[op](bucket)
-        for bucket in self.trainable if op in OF_GRADIENTS else ():
-            OF_GRADIENTS[op](bucket.gradients)
-
     def free(self, still_read: bool = False) -> None:
         """Point the parameters at shards; ``still_read``: their memory stays."""
         try:
-            self._keep_written()
+            for bucket in self.buckets:
+                if bucket.is_written():
+                    self._keep_written()
+                    break
         finally:
             for bucket in self.buckets:
                 bucket.free(still_read)

@@ -14,6 +14,8 @@ if __name__ == "shardwise.torch_internals":  # before the names that a newer tor
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from types import ModuleType
 from typing import Any, cast
 
@@ -41,6 +43,8 @@ get_grad: Callable[[Tensor], Tensor | None] = _SLOTS.grad.__get__
 set_grad: Callable[[Tensor, Tensor | None], None] = _SLOTS.grad.__set__
 get_data: Callable[[Tensor], Tensor] = _SLOTS.data.__get__
 set_data: Callable[[Tensor, Tensor], None] = _SLOTS.data.__set__
+#: What it is a view of, as autograd knows it.
+base_of: Callable[[Tensor], Tensor | None] = _SLOTS._base.__get__
 #: How often a tensor was written in place. Views of one base have one number.
 get_version: Callable[[Tensor], int] = _SLOTS._version.__get__
 
@@ -75,11 +79,6 @@ def script_as(function: Callable[..., Any], original: Callable[..., Any]) -> Non
         torch.jit._builtins._register_builtin(function, operator)
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return what it is a view of, as autograd knows it."""
-    return tensor._base
-
-
 def storage_key(tensor: Tensor) -> int:
     """The same number for tensors in the same storage, also while that has no memory."""
     key: int = tensor.untyped_storage()._cdata
@@ -91,11 +90,8 @@ split_flat: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflat
 
 
 _TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-
-def untracked_views() -> Any:
-    """Give views a version of their own inside the block, where ``detach_()`` takes them."""
-    return torch._C._ExcludeDispatchKeyGuard(_TRACKING)
+#: Gives views a version of their own inside the block, where ``detach_()`` takes them.
+untracked_views = partial(torch._C._ExcludeDispatchKeyGuard, _TRACKING)
 
 
 def take_in_lists(kind: type[Tensor]) -> None:
@@ -156,9 +152,9 @@ engine_executes: Callable[[Node], bool] = torch._C._will_engine_execute_node
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-def sequence_number(node: Node) -> int:
-    """Return the number that says when its thread made the node."""
-    return node._sequence_nr()
+#: The number that says when its thread made the node.
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+_ACCUMULATE_GRAD: Any = cast("Any", torch._C._functions).AccumulateGrad
 
 
 def identity(node: Node) -> object:
@@ -169,7 +165,7 @@ def identity(node: Node) -> object:
 
 def is_accumulate_grad(node: Node) -> bool:
     """Does the node add to a leaf's ``.grad``?"""
-    return "AccumulateGrad" in node.name()
+    return type(node) is _ACCUMULATE_GRAD
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

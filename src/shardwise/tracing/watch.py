@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardwise.plan.schedule.events import Cue, Op, Phase
-from shardwise.runtime.pytrees import grad_fns
+from shardwise.runtime.pytrees import grad_fns, tensors
 from shardwise.torch_internals import (
     is_accumulate_grad,
     next_sequence_number,
@@ -86,7 +86,7 @@ class Watch:
     def begin_backward(self, outputs: Any) -> None:
         """The forward pass is over, and autograd's graph of ``outputs`` is complete."""
         self.backward_at = _position()
-        for node in _reachable(grad_fns(outputs)):
+        for node in _reachable(grad_fns(tensors(outputs))):
             node.register_prehook(partial(self._comes_to, sequence_number(node)))
 
     def _comes_to(self, number: int, _: object) -> None:

@@ -341,8 +341,8 @@ def write(
 
 
 def _step(half: Half, step: Step, at_once: bool) -> None:
-    for event in step.before:
-        half.carry_out(event, at_once)
-    half.cue(step.cue)
-    for event in step.after:
-        half.carry_out(event, at_once)
+    for event in step.in_order():
+        if event[:3] == step.cue:
+            half.cue(step.cue)
+        else:
+            half.carry_out(event, at_once)

@@ -30,11 +30,12 @@ def leave(unit: str, phase: Phase = Phase.FORWARD) -> Cue:
 
 
 def test_a_step_that_follows_gets_each_cues_events_in_order() -> None:
-    cursor, taken = Cursor("train", script()), []
+    cursor = Cursor("train", script())
+    taken: list[Event] = []
     for cue in (*ORDER.forward, *ORDER.backward, END):
         step = cursor.match(cue)
         assert step is not None
-        taken += [*step.before, Event(*cue), *step.after]
+        taken += step.in_order()
     nbytes = {unit: UnitBytes(100, 100) for unit in "abc"}
     assert tuple(taken) == events(ORDER, Policy(everywhere(placement_of("full_shard"))), nbytes)
     assert not cursor.improvised

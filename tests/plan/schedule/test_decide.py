@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import takewhile
 from types import FrameType
@@ -382,7 +383,7 @@ def test_what_the_optimizers_of_copies_wrote_is_joined_before_a_units_first_gath
 def test_a_unit_is_joined_when_it_is_gathered_and_not_when_the_one_before_it_ends() -> None:
     found = played(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED))
     first = next(step for step in found if step.cue.unit == "layers.1")
-    assert [event.op for event in first.before] == [Op.UPDATE, Op.GATHER]
+    assert [event.op for event in first.events] == [Op.UPDATE, Op.GATHER]
 
 
 # ---- offload ---------------------------------------------------------------------------------
@@ -538,7 +539,7 @@ DUE: dict[str, tuple[Op, Facts, bool]] = {
 @pytest.mark.parametrize("name", DUE)
 def test_an_event_is_carried_out_if_it_is_due(name: str) -> None:
     op, facts, due = DUE[name]
-    assert facts.is_due(Event(op, "a", Phase.BACKWARD)) is due
+    assert deepcopy(facts).take(Event(op, "a", Phase.BACKWARD)) is due
 
 
 # ---- facts -------------------------------------------------------------------------------------
@@ -548,18 +549,18 @@ def test_what_is_carried_out_is_a_fact() -> None:
     facts = Facts(gathered={"b"}, reducing=["b", "c"])
     done = [(Op.GATHER, "a"), (Op.FREE, "b"), (Op.REDUCE, "a"), (Op.SETTLE, "b"), (Op.UPDATE, "c")]
     for op, unit in done:
-        facts.note(Event(op, unit, Phase.BACKWARD))
+        facts.take(Event(op, unit, Phase.BACKWARD))
     expected = Facts(gathered={"a"}, reducing=["c", "a"], settled={"b"}, updated={"c"})
     assert facts == expected
-    facts.note(Event(Op.STORE, "b", Phase.BACKWARD))
+    facts.take(Event(Op.STORE, "b", Phase.BACKWARD))
     assert not facts.settled
 
 
 def test_what_the_device_does_not_keep_is_loaded_again_after_it_was_freed() -> None:
     for reloads in (frozenset[str](), frozenset("a")):
         facts = Facts(gathered={"a"}, loaded={"a"}, reloads=reloads)
-        facts.note(Event(Op.FREE, "a", Phase.FORWARD))
-        assert facts.is_due(Event(Op.LOAD, "a", Phase.BACKWARD)) is bool(reloads)
+        facts.take(Event(Op.FREE, "a", Phase.FORWARD))
+        assert facts.take(Event(Op.LOAD, "a", Phase.BACKWARD)) is bool(reloads)
 
 
 def test_a_pin_ends_but_for_units_of_another_pass_and_of_forward_calls_under_way() -> None:

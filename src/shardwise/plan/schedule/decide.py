@@ -57,9 +57,9 @@ class Facts:
     left_whole: set[str] = field(default_factory=set)
     left_pinned: set[str] = field(default_factory=set)
 
-    def calls(self, phase: Phase) -> Counter[str]:
-        """Return, for each unit, its calls that are under way in this half of a step."""
-        return self.forward if phase is Phase.FORWARD else self.backward
+    def __post_init__(self) -> None:
+        #: For each half of a step, the calls of each unit that are under way in it.
+        self.calls = {Phase.FORWARD: self.forward, Phase.BACKWARD: self.backward}
 
     def computes(self, unit: str) -> bool:
         """Is a call of it under way?"""
@@ -71,39 +71,47 @@ class Facts:
             return "accumulate"
         return "last" if collected else "train"
 
-    def is_due(self, event: Event) -> bool:
-        """Is an event to be carried out now? It may have happened already, or have to wait."""
-        op, unit = event.op, event.unit
-        if op is Op.GATHER:
-            return unit not in self.gathered
-        if op is Op.FREE:  # unless a call, a graph, or something outside the unit reads it
-            read = self.keeps_graph or unit in self.pinned or self.computes(unit)
-            return unit in self.gathered and not read
-        if op in (Op.LOAD, Op.UPDATE):  # what a graph keeps whole shows no shard that could be read
-            made = self.loaded if op is Op.LOAD else self.updated
-            return unit not in self.gathered and unit not in made
-        if op is Op.STORE:
-            return unit in self.settled
-        return op is Op.REDUCE or unit in self.reducing
+    def take(self, event: Event) -> bool:
+        """Is an event due now? Then it counts as carried out.
 
-    def note(self, event: Event) -> None:
-        """An event is carried out now."""
+        It may have happened already, or have to wait.
+        """
         op, unit = event.op, event.unit
         if op is Op.GATHER:
+            if unit in self.gathered:
+                return False
             self.gathered.add(unit)
-        elif op is Op.FREE:
+            return True
+        if op is Op.FREE:  # unless a call, a graph, or something outside the unit reads it
+            computes = self.forward[unit] > 0 or self.backward[unit] > 0
+            if computes or self.keeps_graph or unit in self.pinned or unit not in self.gathered:
+                return False
             self.gathered.discard(unit)
             if unit in self.reloads:
                 self.expire([unit])
-        elif op is Op.REDUCE:
+            return True
+        if op in (Op.LOAD, Op.UPDATE):  # what a graph keeps whole shows no shard that could be read
+            made = self.loaded if op is Op.LOAD else self.updated
+            if unit in self.gathered or unit in made:
+                return False
+            made.add(unit)
+            return True
+        return self._take_reduced(op, unit)
+
+    def _take_reduced(self, op: Op, unit: str) -> bool:
+        if op is Op.REDUCE:
             self.reducing.append(unit)
-        elif op is Op.SETTLE:
-            self.reducing.remove(unit)
-            self.settled.add(unit)
-        elif op is Op.STORE:
+            return True
+        if op is Op.STORE:
+            if unit not in self.settled:
+                return False
             self.settled.remove(unit)
-        else:
-            (self.loaded if op is Op.LOAD else self.updated).add(unit)
+            return True
+        if unit not in self.reducing:
+            return False
+        self.reducing.remove(unit)
+        self.settled.add(unit)
+        return True
 
     def note_left(self) -> None:
         """A backward pass begins."""
@@ -187,15 +195,15 @@ def _end(policy: Policy, facts: Facts, phase: Phase) -> list[Event]:
 
 
 class Step(NamedTuple):
-    """A cue, with what is carried out when it comes: ``before`` it, and ``after`` it."""
+    """A cue, with what is carried out when it comes: before an ``ENTER``, else after it."""
 
     cue: Cue
-    before: tuple[Event, ...]
-    after: tuple[Event, ...]
+    events: tuple[Event, ...]
 
-    @classmethod
-    def of(cls, cue: Cue, decided: Iterable[Event]) -> Step:
-        return cls(cue, *((tuple(decided), ()) if cue.op is Op.ENTER else ((), tuple(decided))))
+    def in_order(self) -> tuple[Event, ...]:
+        """The events and the cue, as they come."""
+        cue = Event(*self.cue)
+        return (*self.events, cue) if cue.op is Op.ENTER else (cue, *self.events)
 
 
 def events(
@@ -203,7 +211,7 @@ def events(
 ) -> tuple[Event, ...]:
     """One step: the cues in order, every gather, free, reduce and settle between them, ``END``."""
     played = steps(order, policy, nbytes, mode)
-    return tuple(e for step in played for e in (*step.before, Event(*step.cue), *step.after))
+    return tuple(event for step in played for event in step.in_order())
 
 
 def steps(
@@ -216,14 +224,11 @@ def steps(
     facts, expected = _at_start(policy, mode, trained), _Expected(cues, policy, nbytes)
     played: list[Step] = []
     for position, cue in enumerate(cues):
-        facts.calls(cue.phase)[cue.unit] -= cue.op is Op.EXIT
-        due: list[Event] = []
-        for event in decide(policy, facts, cue, expected.after(position, facts)):
-            if facts.is_due(event):
-                facts.note(event)
-                due.append(event)
-        facts.calls(cue.phase)[cue.unit] += cue.op is Op.ENTER
-        played.append(Step.of(cue, due))
+        facts.calls[cue.phase][cue.unit] -= cue.op is Op.EXIT
+        listed = decide(policy, facts, cue, expected.after(position, facts))
+        due = tuple(event for event in listed if facts.take(event))
+        facts.calls[cue.phase][cue.unit] += cue.op is Op.ENTER
+        played.append(Step(cue, due))
     return tuple(played)
 
 
