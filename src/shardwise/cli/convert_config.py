@@ -49,7 +49,8 @@ def run_convert_config(
         if name not in DIALECTS:
             near = nearest(name, DIALECTS)[0]
             raise ConfigError(f"there is no dialect {name!r}; nearest is {near!r}.")
-    output = output or Path(f"{path.stem}.{to}{_suffix(to)}")
+    suffix = {"fsdp_config": ".json", "environment": ".env"}.get(to, ".yaml")
+    output = output or Path(f"{path.stem}.{to}{suffix}")
     if output.exists() and not overwrite:
         raise ConfigError(f"{output} exists; name another --output, or pass --overwrite.")
     tree, known = _load(path, text, len(words) > 1)
@@ -92,10 +93,6 @@ def _lines(report: Report, width: int) -> Iterator[str]:
 
 
 _INDENT: dict[str, Any] = {"subsequent_indent": f"{'':<17}", "break_on_hyphens": False}
-
-
-def _suffix(dialect: str) -> str:
-    return {"fsdp_config": ".json", "environment": ".env"}.get(dialect, ".yaml")
 
 
 def _dump(tree: dict[str, Any], dialect: str) -> str:

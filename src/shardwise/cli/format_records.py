@@ -181,10 +181,6 @@ def _saved(r: Saved) -> str:
     return f"saved {r.path} ({size(r.nbytes)}, {r.seconds:.1f} s){removed}"
 
 
-def _resumed(r: Resumed) -> str:
-    return f"resumed at step {r.step:,}, sample {r.sample:,}, from {r.path}"
-
-
 def _stopped(r: Stopped) -> str:
     saved = "checkpoint saved; rerun the same command to resume"
     lost = "NOT SAVED: rerun the same command to resume from the last checkpoint"
@@ -262,7 +258,7 @@ _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Warned: lambda r: [_labelled("warning", r.message)],
     Busy: lambda r: [_labelled("busy", f"{r.what}, {r.seconds:.0f} s so far")],
     Saved: lambda r: [_saved(r)],
-    Resumed: lambda r: [_resumed(r)],
+    Resumed: lambda r: [f"resumed at step {r.step:,}, sample {r.sample:,}, from {r.path}"],
     Stopped: lambda r: [_stopped(r)],
     Complete: lambda r: [_complete(r)],
     Replaced: lambda r: [_replaced(r)],

@@ -156,7 +156,8 @@ def _verified(catalogue: Catalogue) -> list[Damage]:
     """Read and verify every block, with a progress bar on stderr if that is a terminal."""
     total = sum(file.expected or 0 for file in catalogue.files if file.size is not None)
     label = f"verifying {escape(catalogue.path.name)}"
-    with click.progressbar(length=total, label=label, file=sys.stderr, hidden=_no_bar()) as bar:
+    hidden = not sys.stderr.isatty()
+    with click.progressbar(length=total, label=label, file=sys.stderr, hidden=hidden) as bar:
 
         def damaged() -> Iterator[Damage]:
             for nbytes, damage in damage_of(catalogue):
@@ -165,10 +166,6 @@ def _verified(catalogue: Catalogue) -> list[Damage]:
                     yield damage
 
         return list(damaged())
-
-
-def _no_bar() -> bool:
-    return not sys.stderr.isatty()
 
 
 def _catalogue_json(catalogue: Catalogue, damage: list[Damage] | None) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def add_adapter(
     for warning in matches.warnings:
         log.warning(warning)
     matched = {path.rpartition(".")[2] for row in matches.rows for path in row.paths}
-    if _ties_embeddings(model) and matched & {"embed_tokens", "lm_head"}:
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if is_tied and matched & {"embed_tokens", "lm_head"}:
         config.ensure_weight_tying = True
     on_meta = any(param.is_meta for param in model.parameters())
     with _peft_errors("add", ConfigError), torch.device("meta") if on_meta else nullcontext():
@@ -194,10 +195,6 @@ def _fill_lora(layer: Any, adapter: str, config: LoraConfig) -> None:
         layer.lora_variant[adapter].init(layer, adapter_name=adapter, config=config)
         made, vectors[adapter] = vectors[adapter], vector
         vector.weight.copy_(made.weight)
-
-
-def _ties_embeddings(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
 
 
 def _config_of(model: Any, adapter: str) -> LoraConfig:

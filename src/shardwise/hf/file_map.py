@@ -125,7 +125,8 @@ def map_files(model: Any, stored: Mapping[str, TensorLocation], folder: str) -> 
     given = {name: stored[source].stored for name, source in names.items()}
     given |= {n: Stored(code_of(t.dtype, n), tuple(t.shape), 0, 0) for n, (_, t) in made.items()}
     tensors = _tensors(model)
-    matched = match([_described(*one) for one in tensors], given, {})
+    wanted = [ModelTensor(n, code_of(t.dtype, n[0]), tuple(t.shape)) for n, t in tensors]
+    matched = match(wanted, given, {})
     misfits = matched.misfits
     missing, left_out = _excused(model, misfits["missing"], {*misfits["unexpected"], *unexpected})
     problems = [misfits["missing"][name] for name in missing]
@@ -205,10 +206,6 @@ def _tensors(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
         names.setdefault(param, []).append(name)
     of_parameters = [(tuple(aliases), param) for param, aliases in names.items()]
     return [*of_parameters, *persistent_buffers(model)]
-
-
-def _described(names: tuple[str, ...], tensor: Tensor) -> ModelTensor:
-    return ModelTensor(names, code_of(tensor.dtype, names[0]), tuple(tensor.shape))
 
 
 def _excused(model: Any, missing: Any, unexpected: set[str]) -> tuple[set[str], set[str]]:

@@ -225,7 +225,7 @@ class OptimizerHooks:
         state = dict(given["state"])
         for bucket in between_steps(f"{type(optimizer).__name__}.state_dict() was called"):
             if any(id(param) in numbers for param in bucket.params):
-                wholes = whole_state(optimizer, bucket, _to_host)
+                wholes = whole_state(optimizer, bucket, lambda whole: whole.to("cpu", copy=True))
                 for param, whole in zip(bucket.params, wholes, strict=True):
                     if whole:
                         state[numbers[id(param)]] = whole
@@ -322,10 +322,6 @@ def own_steps(kind: type[Optimizer], base: type[Optimizer]) -> list[str]:
 
 def _unwrapped(kind: type[Optimizer], name: str) -> object:
     return inspect.unwrap(getattr(kind, name))
-
-
-def _to_host(whole: Tensor) -> Tensor:
-    return whole.to("cpu", copy=True)
 
 
 def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -102,14 +102,13 @@ def _message(
         sentence = str(problem["ctx"]["error"])
         return f"{origins(key_path, sentence)}: {sentence}"
     rule = _RULES.get(problem["type"], "") if len(problems) == 1 else ""
-    limits = {name: _short_number(value) for name, value in problem.get("ctx", {}).items()}
+    limits = {
+        name: f"{value:g}" if isinstance(value, float) else value
+        for name, value in problem.get("ctx", {}).items()
+    }
     advice = f"it must {rule.format(**limits)}" if rule else _expected(key_path)
     value = "empty" if problem["input"] is None else f"{problem['input']!r:.80}"
     return f"{origins(key_path)} is {value}; {advice}."
-
-
-def _short_number(value: object) -> object:
-    return f"{value:g}" if isinstance(value, float) else value
 
 
 def _expected(key_path: KeyPath) -> str:

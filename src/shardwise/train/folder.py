@@ -29,6 +29,7 @@ from pathlib import Path
 from shardwise.checkpoint.disk import MODE, make_folder
 from shardwise.checkpoint.folder import checkpoints, remove, remove_stale_partials
 from shardwise.checkpoint.recognise import LATEST, is_broken
+from shardwise.convert.export import FROM_A_RUN
 from shardwise.errors import ConfigError
 
 RECIPE = "recipe.yaml"
@@ -37,20 +38,9 @@ CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"  # as peft writes it
 LOCK = ".lock"
 # Metrics first: a partly moved run must not look like a finished one.
-TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.cache.json", "chat_template.jinja"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    "tokenizer.model",
-)
 RESULTS = (
-    METRICS,
-    "train_results.json",
-    "eval_results.json",
-    "loss.png",
-    "model.safetensors",
-    "config.json",
-    "generation_config.json",
-    *TOKENIZER,
+    *(METRICS, "train_results.json", "eval_results.json", "loss.png", "model.safetensors"),
+    *(*FROM_A_RUN, "tokenizer.cache.json"),
 )
 REPLACING, REPLACED = ".replacing", "replaced-"
 LOCK_TIMEOUT = 10.0  # seconds for which a run that is ending may still hold the lock

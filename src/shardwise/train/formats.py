@@ -71,9 +71,10 @@ def documents(file: Path, column: str, max_bytes: float) -> Iterator[Document]:
     with _open(file) as stream:
         head = _peek(stream)
         type_name = Path(file.name.removesuffix(".gz")).suffix
+        is_array = head.lstrip().startswith(b"[") and json.dumps(column).encode() in head
         if b"\0" in head:
             yield Skipped("not text", str(file), rows=0)
-        elif type_name == ".json" and _is_array_of_rows(head, column):
+        elif type_name == ".json" and is_array:
             yield Skipped("a JSON array; jq -c '.[]' makes a row per line", str(file), rows=0)
         elif type_name in (".jsonl", ".ndjson") or (type_name == ".json" and _is_row(head, column)):
             yield from _require_text(_read_jsonl(stream, str(file), column), column)
@@ -93,10 +94,6 @@ def _peek(stream: IO[bytes]) -> bytes:
         head = b""
     stream.seek(len(BOM) if head.startswith(BOM) else 0)
     return head.removeprefix(BOM)
-
-
-def _is_array_of_rows(head: bytes, column: str) -> bool:
-    return head.lstrip().startswith(b"[") and json.dumps(column).encode() in head
 
 
 def _is_row(head: bytes, column: str) -> bool:

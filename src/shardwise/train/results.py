@@ -77,7 +77,7 @@ def files_of(logger: RunLogger) -> tuple[str, ...]:
     """Return the names of the run's files, and of nothing else in its folder, on rank 0."""
     if logger.folder is None:
         return ()
-    own = {*RESULTS, RECIPE, "train_results.json", "eval_results.json"}
+    own = {*RESULTS, RECIPE}
     files = (path.name for path in logger.folder.path.iterdir() if path.name in own)
     adapter = [path for path in (logger.folder.path / ADAPTER).glob("*") if path.is_file()]
     nbytes = sum(path.stat().st_size for path in adapter)

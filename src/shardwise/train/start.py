@@ -111,9 +111,11 @@ def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
     if finished is not None and _is_long_enough(finished, earlier, recipe):
         return Start.FINISHED
     if finished is not None and not checkpoints(path / CHECKPOINTS):
+        epochs, steps = recipe.run.epochs, recipe.run.steps
         raise ConfigError(
             f"run.folder {path} holds a run that finished with {plural(finished, 'step')} and has "
-            f"no checkpoint, so it cannot continue to {_length(recipe)}; {OVERWRITE_HINT}"
+            "no checkpoint, so it cannot continue to "
+            f"{steps if epochs is None else f'{epochs:g} epochs'}; {OVERWRITE_HINT}"
         )
     return Start.RESUME
 
@@ -124,10 +126,6 @@ def _is_long_enough(finished: int, earlier: Mapping[str, Any], recipe: Recipe) -
         return finished >= recipe.run.steps
     epochs = flatten(earlier).get("run.epochs")
     return epochs is not None and epochs >= recipe.run.epochs
-
-
-def _length(recipe: Recipe) -> str:
-    return str(recipe.run.steps) if recipe.run.epochs is None else f"{recipe.run.epochs:g} epochs"
 
 
 def holds_run(recipe: Recipe) -> bool:
@@ -206,7 +204,10 @@ def differences(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     old, values = flatten(earlier), flatten(recipe.model_dump(mode="json"))
     if (stored := "sharding.precision.stored") in old:  # the name of this key in 0.1
         old[f"{stored}_dtype"] = old[stored]
-    defaults = {key.name: _as_json(key.default) for key in keys()}
+    defaults = {
+        key.name: list(key.default) if isinstance(key.default, tuple) else key.default
+        for key in keys()
+    }
     return [
         f"{name} was {old.get(name, defaults.get(name))!r} and is {value!r}"
         for name, value in values.items()
@@ -226,7 +227,3 @@ def check_same_run(earlier: Mapping[str, Any], recipe: Recipe, subject: str) -> 
             f"{subject} that this recipe cannot resume: {'; '.join(differing)}. Set "
             f"{'it' if len(differing) == 1 else 'them'} as before; or {OVERWRITE_HINT}"
         )
-
-
-def _as_json(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value

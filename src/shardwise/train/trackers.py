@@ -25,16 +25,13 @@ from shardwise.train.records import Evaluated, Record, Stepped, Warned
 
 def check_installed(config: LoggingConfig) -> None:
     """Raise ``ConfigError`` if a tracker is not installed, before anything is prepared."""
-    missing = [kind for kind in config.trackers if not _is_installed(kind)]
+    wanted = [kind for kind in config.trackers if kind not in sys.modules]
+    missing = [kind for kind in wanted if importlib.util.find_spec(kind) is None]
     if missing:
         raise ConfigError(
             f"logging.trackers names {' and '.join(missing)}, which is not installed: run "
             f"pip install 'shardwise[{','.join(missing)}]', or leave it out."
         )
-
-
-def _is_installed(kind: str) -> bool:
-    return kind in sys.modules or importlib.util.find_spec(kind) is not None
 
 
 class Tracker(NamedTuple):

@@ -156,7 +156,7 @@ def choose_units(model: nn.Module, wrap: Wrap | None = None, ignored: Ignored = 
         Unit(
             _name([grouping.called[m] for m in group]),
             group,
-            _class(group),
+            "+".join(dict.fromkeys(type(module).__name__ for module in group)),
             tuple(members_of[group]),
         )
         for group in ordered
@@ -302,10 +302,6 @@ def _without_common(name: str, first: str) -> str:
     pairs = zip(name.split("."), first.split("."), strict=False)
     common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     return ".".join(name.split(".")[common:]) or name
-
-
-def _class(group: Group) -> str:
-    return "+".join(dict.fromkeys(type(module).__name__ for module in group))
 
 
 def _summed(values: Iterable[int]) -> list[str]:

@@ -140,7 +140,8 @@ def by_hand(*modules: ModuleLike) -> Wrap:
     groups = tuple(
         (pick,) if isinstance(pick, str | nn.Module) else tuple(pick) for pick in modules
     )
-    says = ", ".join("+".join(_describe(pick) for pick in group) for group in groups)
+    names = [[p if isinstance(p, str) else type(p).__name__ for p in group] for group in groups]
+    says = ", ".join(map("+".join, names))
     return Wrap(f"by_hand({says})", partial(_pick_by_hand, wanted=groups))
 
 
@@ -306,7 +307,3 @@ def _resolved(pick: nn.Module | str, names: Mapping[str, nn.Module]) -> nn.Modul
             "model.named_modules() gives all of them."
         )
     return names[pick]
-
-
-def _describe(pick: nn.Module | str) -> str:
-    return pick if isinstance(pick, str) else type(pick).__name__
