@@ -15,7 +15,8 @@ class Prefetch:
     """The bytes that are gathered ahead, and the moment, in both passes.
 
     Attributes:
-        forward: bytes gathered ahead in the forward pass; ``None`` = the largest unit, 0 = off.
+        forward: bytes gathered ahead in the forward pass; 0 = off. ``None`` = the largest unit, or
+            all units where gathered parameters keep their memory (zero1).
         backward: the same in the backward pass.
         when: ``"pre"``: the next gather is issued before this unit's gradients are computed
             (BACKWARD_PRE); ``"post"``: after, before its reduce (BACKWARD_POST).

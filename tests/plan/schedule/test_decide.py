@@ -234,6 +234,12 @@ def test_prefetch_depth_is_in_bytes() -> None:
     )
 
 
+def test_zero1_gathers_all_units_when_the_first_is_entered() -> None:
+    first = played(layers(2), Policy(everywhere(ZERO1)))[0]
+    gathered = [event.unit for event in first.events if event.op is Op.GATHER]
+    assert gathered == ["root", "layers.0", "layers.1"]
+
+
 def test_zero1_gathers_once_and_gives_back_at_the_end() -> None:
     found = listed(layers(2), Policy(everywhere(ZERO1)))
     assert table(found, Phase.FORWARD, Op.GATHER).count("gather") == 3

@@ -100,21 +100,23 @@ class GlooComm(MessagesComm):
         self._group = None
 
     def _complete(self, collective: Collective) -> None:
+        if collective.nbytes < LONG or self._watchdog.failure:
+            self._wait(collective)
+        else:  # once for all its messages: another thread wakes up late
+            wait = partial(self._wait, collective)
+            self._waits.carry_out(wait, self._watchdog.raise_if_failed)
+        self._watchdog.waits = None
+        del self._works[collective.seq]
+
+    def _wait(self, collective: Collective) -> None:
         since = monotonic()
         for peer, work in self._works[collective.seq]:
             probe = partial(probe_connection, self._group, peer)
             self._watchdog.waits = Wait(collective, since, peer, probe=probe)
             try:
-                if self._watchdog.failure:
-                    work.wait(IMMEDIATELY)
-                elif collective.nbytes < LONG:
-                    work.wait()
-                else:
-                    self._waits.carry_out(work.wait, self._watchdog.raise_if_failed)
+                work.wait(IMMEDIATELY) if self._watchdog.failure else work.wait()
             except RuntimeError as error:
                 raise self._watchdog.explain(error, peer) from error
-        self._watchdog.waits = None
-        del self._works[collective.seq]
 
     @cached_property
     def _waits(self) -> _WaitsInCpp:

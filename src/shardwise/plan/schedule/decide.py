@@ -256,9 +256,12 @@ class _Expected:
     ) -> None:
         self.cues, self.policy, self.nbytes = cues, policy, nbytes
         prefetch = policy.prefetch
-        largest = max((unit.gathered for unit in nbytes.values()), default=0)
+        each = [unit.gathered for unit in nbytes.values()]
+        # What is resident takes no more memory where it is gathered early.
+        resident = all(policy.placements[unit].resident for unit in nbytes)
+        default = sum(each) if resident else max(each, default=0)
         depths = {Phase.FORWARD: prefetch.forward, Phase.BACKWARD: prefetch.backward}
-        self.depths = {p: largest if depth is None else depth for p, depth in depths.items()}
+        self.depths = {p: default if depth is None else depth for p, depth in depths.items()}
         self.ahead, self.ahead_bytes = set[str](), 0  # gathered, not entered yet
         self.known = 0  # every unit that is entered from here to there is gathered
         #: For each cue, where its unit is entered next, and where any is.
