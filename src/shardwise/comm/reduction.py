@@ -47,8 +47,14 @@ class Reduction:
     before: float = 1.0  # divisor of the addends
     after: float = 1.0  # divisor of the sum
 
-    def start(self, full: Tensor, comm: Comm, label: Label) -> PendingReduction:
-        """Issue the reduce-scatter of ``full``, ``[W * S]``, which is overwritten. A collective."""
+    def start(
+        self, full: Tensor, comm: Comm, label: Label, out: Tensor | None = None
+    ) -> PendingReduction:
+        """Issue the reduce-scatter of ``full``, ``[W * S]``, which is overwritten. A collective.
+
+        Args:
+            out: the memory for this rank's piece, if there is more than one rank.
+        """
         sent, codec = full, codec_of(self.wire)
         if codec is None and full.dtype is not self.wire:
             sent = comm.memory.gradient(full.numel(), self.wire).copy_(full)
@@ -58,7 +64,8 @@ class Reduction:
             out = sent.to(self.sum)  # the same memory if the dtypes are equal
             _divide(out, self.after)
             return PendingReduction(sent, out, Completed())
-        out = comm.memory.gradient(sent.numel() // comm.size, self.sum)
+        if out is None:
+            out = comm.memory.gradient(sent.numel() // comm.size, self.sum)
         if codec is not None:
             nbytes = wire_nbytes(self.wire, sent.numel(), comm.size)
             sent = codec.encode(sent, comm.size, comm.memory.gradient(nbytes, torch.uint8))

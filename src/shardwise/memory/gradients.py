@@ -70,6 +70,7 @@ class Gradients:
         self._views: list[Tensor] = []  # of it
         self._reducing: PendingReduction | None = None
         self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
+        self._spread: Tensor | None = None  # a part of it is the sum of what is reduced
         self._spreading: Pending | None = None  # the other copies' parts of the result
         self._stored: Tensor | None = None  # the same, in host memory
         self._label = Label("reduce", spec.title)
@@ -177,7 +178,8 @@ class Gradients:
                     set_grad(self.spec.params[index], None)
         self.restore()
         # A transfer may read the bucket still where its group has failed.
-        self.full = self._bucket = self._reducing = self._result = self._stored = None
+        self.full = self._bucket = self._spread = None
+        self._reducing = self._result = self._stored = None
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown):
             kept.clear()
@@ -256,8 +258,7 @@ class Gradients:
             self._views[index].zero_()
         for start, stop in spec.full_views.gaps:
             full[start:stop].zero_()
-        comm, reduction = self._averages[0]
-        self._reducing = reduction.start(full, comm, self._label)
+        self._reducing = self._average(0, full)
         if self._reducing.sent is not full:  # it was narrowed
             self._release()
             self.full = self._reducing.sent
@@ -280,17 +281,28 @@ class Gradients:
     def _over_copies(self, mean: Tensor) -> Tensor:
         """Average what the first axis gave over all ranks: ``[S]``, as it is stored."""
         spec, copies = self.spec, self._mesh.replicate
-        for comm, reduction in self._averages[1:]:
-            _, mean, pending = reduction.start(mean, comm, self._label)
+        for at in range(1, len(self._averages)):
+            _, mean, pending = self._average(at, mean)
             pending.wait()
+        full, self._spread = self._spread, None
         if mean.dtype is not spec.dtypes.stored:
             mean = mean.to(spec.dtypes.stored)
         if spec.copies == 1:
             return mean
-        full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
-        full.view(copies.size, -1)[copies.rank] = mean
+        if full is None or full.dtype is not mean.dtype:
+            full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
+            full.view(copies.size, -1)[copies.rank] = mean
         self._spreading = copies.all_gather(full, Label("spread", spec.title))
         return full
+
+    def _average(self, at: int, full: Tensor) -> PendingReduction:
+        """Issue one of the reductions; the last one writes where copies send their parts from."""
+        comm, reduction = self._averages[at]
+        out = None
+        if self.spec.copies > 1 and at == len(self._averages) - 1:
+            self._spread = comm.memory.gradient(self.spec.layout.shard_numel, reduction.sum)
+            out = self._spread.view(comm.size, -1)[comm.rank]
+        return reduction.start(full, comm, self._label, out)
 
     def mean(self) -> Tensor | None:
         """Return the mean gradients that were settled, ``[S]``, when all parts have come."""
