@@ -221,9 +221,9 @@ class Gradients:
         """Write the small gradients that wait, all at once."""
         if not self._waiting:
             return
-        views = [self._views[index] for index in self._waiting]
-        foreach_copy_(views, list(self._waiting.values()))
-        self.copied += sum([self._numels[index] for index in self._waiting]) * views[0].itemsize
+        views = [*map(self._views.__getitem__, self._waiting)]
+        foreach_copy_(views, [*self._waiting.values()])
+        self.copied += sum(map(self._numels.__getitem__, self._waiting)) * views[0].itemsize
         self._waiting.clear()
 
     def _open(self, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ class Views:
     def __call__(self, flat: Tensor) -> list[Tensor]:
         """``[numel] →`` the views, in the order of the ranges."""
         pieces = split_flat(flat, self._like)
-        views = [pieces[at] for at in self._positions]
+        views = [*map(pieces.__getitem__, self._positions)]
         for shape, indices in self._empty.items():  # else they would have memory of their own
             alike = flat[:0].view(len(indices), *shape).unbind()
             for index, view in zip(indices, alike, strict=True):

@@ -50,6 +50,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakSet
 
 __all__ = ["ForwardCall", "ForwardCalls"]
@@ -77,7 +78,8 @@ class ForwardCall:
     has_calls_inside: bool = False  # of units; its backward pass ends after theirs
     is_open: bool = False  # its backward pass is under way
     inputs_done: bool = False  # the inputs have their gradients, and not all parameters do
-    thread: object = field(default_factory=lambda: _thread.identity)  # in which it runs
+    #: In which it runs.
+    thread: object = field(default_factory=partial(getattr, _thread, "identity"))
 
     @property
     def ends_unseen(self) -> bool:

@@ -159,7 +159,7 @@ _ACCUMULATE_GRAD: Any = cast("Any", torch._C._functions).AccumulateGrad
 
 def identity(node: Node) -> object:
     """Return what is the node's own for life, as its object in Python is not."""
-    metadata = cast("dict[str, object]", node.metadata)  # torch calls it a method, and it is none
+    metadata: Any = node.metadata  # torch calls it a method, and it is a dict
     return metadata.setdefault("shardwise", object())
 
 
