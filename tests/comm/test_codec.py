@@ -8,8 +8,9 @@ from torch import Tensor
 
 from shardwise.comm.codec import BLOCK, QUANTISED, Codec, wire_nbytes
 from shardwise.comm.protocol import Comm, Label
-from shardwise.comm.reduction import Reduction
+from shardwise.comm.reduction import Reduction, _sum_decoded
 from shardwise.comm.transports.local import LocalComm
+from tests.comm.transports.test_backend import Named
 from tests.nets import numbers
 from tests.ranks import run_threads
 
@@ -20,7 +21,7 @@ EACH = pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 def rounded(codec: Codec, piece: Tensor) -> Tensor:
     """``piece``, ``[n]``, encoded and decoded, in its dtype."""
     row = piece.new_empty(codec.nbytes(piece.numel()), dtype=torch.uint8)
-    return codec.decode(codec.encode(piece, 1, row), piece.numel()).to(piece.dtype)
+    return codec.decode(codec.encode(piece, 1, row)[None], piece.numel())[0].to(piece.dtype)
 
 
 def largest(piece: Tensor) -> Tensor:
@@ -110,3 +111,18 @@ def test_one_rank_alone_sends_and_rounds_nothing(dtype: torch.dtype) -> None:
     full = numbers(0, (300,))
     reducing = Reduction(dtype, torch.float32).start(full.clone(), LocalComm(), Label("reduce"))
     assert torch.equal(reducing.out, full)
+
+
+def operations(pieces: int, device: str) -> int:
+    """That encode a bucket, and those that sum it."""
+    codec, n = Codec(INT8), 300
+    full = torch.empty(pieces * n, device=device)
+    encoded = full.new_empty(pieces * codec.nbytes(n), dtype=torch.uint8)
+    with Named() as mode:
+        rows = codec.encode(full, pieces, encoded).view(pieces, -1)
+        _sum_decoded(full.new_empty(n), codec, 1.0, rows)
+    return len(mode.names)
+
+
+def test_on_a_device_a_bucket_takes_as_many_operations_at_64_ranks_as_at_4() -> None:
+    assert operations(64, "meta") == operations(4, "meta") < operations(4, "cpu")

@@ -41,28 +41,39 @@ class Codec:
         return 4 * (-(-numel // BLOCK) + -(-numel // 4))
 
     def encode(self, full: Tensor, pieces: int, encoded: Tensor) -> Tensor:
-        """``[pieces * n] → [pieces * nbytes(n)]`` uint8, which is ``encoded``."""
-        rows = zip(rows_of(full, pieces), rows_of(encoded, pieces), strict=True)
-        for piece, row in rows:
-            scales, values = self._parts(row, piece.numel())
-            blocks = F.pad(piece.float(), (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
+        """``[pieces * n] → [pieces * nbytes(n)]`` uint8, which is ``encoded``.
+
+        On a device all pieces at once, since launches cost more; on CPU one that fits in a cache.
+        """
+        at_once, numel = 1 if full.is_cpu else pieces, full.numel() // pieces
+        rows = rows_of(full, pieces).split(at_once), rows_of(encoded, pieces).split(at_once)
+        for some, out in zip(*rows, strict=True) if numel else ():
+            scales, values = self._parts(out, numel)
+            blocks = _in_blocks(some)
             tiny = torch.finfo(torch.float32).tiny  # instead of 0, by which nothing can be divided
-            scales.copy_(blocks.abs().amax(1).div_(QUANTISED[self.dtype]).clamp_(min=tiny))
-            blocks = blocks / scales[:, None]
+            scales.copy_(blocks.abs().amax(2).div_(QUANTISED[self.dtype]).clamp_(min=tiny))
+            blocks = blocks / scales[:, :, None]
             blocks = blocks.round_() if self.dtype is torch.int8 else blocks
-            values.copy_(blocks.view(-1)[: piece.numel()].to(self.dtype))
+            values.copy_(blocks.flatten(1)[:, :numel].to(self.dtype))
         return encoded
 
-    def decode(self, row: Tensor, numel: int) -> Tensor:
-        """An encoded piece, ``[nbytes(numel)] → [numel]`` float32."""
-        scales, values = self._parts(row, numel)
-        blocks = F.pad(values.float(), (0, -numel % BLOCK)).view(-1, BLOCK)
-        return blocks.mul_(scales[:, None]).view(-1)[:numel]
+    def decode(self, rows: Tensor, numel: int) -> Tensor:
+        """Encoded pieces, ``[W, nbytes(numel)] → [W, numel]`` float32."""
+        if not numel:
+            return rows.float()
+        scales, values = self._parts(rows, numel)
+        return _in_blocks(values).mul_(scales[:, :, None]).flatten(1)[:, :numel]
 
-    def _parts(self, row: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The scales and the values of an encoded piece."""
+    def _parts(self, rows: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The scales and the values of encoded pieces."""
         end = 4 * -(-numel // BLOCK)
-        return row[:end].view(torch.float32), row[end : end + numel].view(self.dtype)
+        return rows[:, :end].view(torch.float32), rows[:, end : end + numel].view(self.dtype)
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """``[W, n] → [W, blocks, 256]`` float32, the last one padded with zeros."""
+    count, numel = rows.shape
+    return F.pad(rows.float(), (0, -numel % BLOCK)).view(count, -(-numel // BLOCK), BLOCK)
 
 
 def codec_of(dtype: torch.dtype | None) -> Codec | None:

@@ -122,11 +122,14 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
 def _sum_decoded(
     out: Tensor, codec: Codec, divisor: float, rows: Sequence[Tensor] | Tensor
 ) -> None:
-    """``sum_in_rank_order`` of encoded pieces."""
+    """``sum_in_rank_order`` of encoded pieces; on a device of all at once."""
     with torch.no_grad():
-        out.zero_()
-        for row in rows:
-            out.add_(codec.decode(row, out.numel()))
+        if isinstance(rows, Tensor) and not rows.is_cpu:
+            torch.sum(codec.decode(rows, out.numel()), dim=0, dtype=out.dtype, out=out)
+        else:
+            out.zero_()
+            for row in rows:
+                out.add_(codec.decode(row[None], out.numel())[0])
         _divide(out, divisor)
 
 
