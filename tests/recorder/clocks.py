@@ -82,6 +82,9 @@ class Stream:
                 self._done += 1
                 self._queue.popleft()()
 
+    def has_done(self, position: int) -> bool:
+        return self._done >= position
+
     # ---- as torch.Stream -------------------------------------------------------------------
 
     def record_event(self, _: object = None) -> Event:
@@ -123,6 +126,10 @@ class Event:
 
     def reached(self) -> None:
         self.stream.catch_up(self.position)
+
+    def query(self) -> bool:
+        """Has the stream done what was given to it by then? The watchdog's thread may ask."""
+        return self.stream.has_done(self.position)
 
     def synchronize(self) -> None:
         self.reached()

@@ -353,6 +353,9 @@ class Device:
     is_idle: bool = False
     broken: str = ""
 
+    def record_event(self) -> Device:
+        return self
+
     def query(self) -> bool:
         if self.broken:
             raise RuntimeError(self.broken)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
@@ -154,6 +155,33 @@ def test_work_that_is_over_is_not_waited_for(group: Group) -> None:
     mine.waits = Wait(A, time.monotonic() - 100, is_complete=lambda: True)
     time.sleep(0.3)
     mine.issue(B)  # raises if the group is dead
+
+
+def test_a_device_waits_from_when_it_has_ended_what_came_before(group: Group) -> None:
+    """The host issues a whole step ahead of it."""
+    mine = group.add(2)
+    mine.leave("the test looks itself")
+    ended, long_ago = list[Collective](), time.monotonic() - 100
+    for collective in (A, B):
+        one = Wait(collective, long_ago, is_complete=partial(ended.__contains__, collective))
+        mine.on_device.append(one)
+    assert mine._present() == mine.on_device[0]
+    ended.append(A)
+    present = mine._present()
+    assert present is not None
+    assert present.collective == B
+    assert time.monotonic() - present.since < 50
+    ended.append(B)
+    assert mine._present() is None
+
+
+def test_a_call_that_never_returns_is_a_wait(group: Group) -> None:
+    mine = group.add(2)
+    with mine.calling(A):
+        present = mine._present()
+        assert present is not None
+        assert present.collective == A
+    assert mine._present() is None
 
 
 def test_the_time_limit_names_who_never_came(group: Group) -> None:

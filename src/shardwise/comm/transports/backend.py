@@ -177,7 +177,8 @@ class BackendComm(Group):
         if collective.nbytes == 0:
             return Transfer(noop, finish)
         try:
-            work = call()
+            with self._watchdog.calling(collective):
+                work = call()
         except RuntimeError as error:
             raise self._watchdog.explain(error) from error
         assert work is not None  # torch returns None only to ranks outside the group
@@ -185,12 +186,15 @@ class BackendComm(Group):
         return Transfer(partial(self._complete, collective, work), finish)
 
     def _complete(self, collective: Collective, work: Work) -> None:
-        # On a GPU `wait` only orders streams, so the watchdog keeps polling the work.
-        self._watchdog.waits = Wait(
-            collective, monotonic(), is_complete=partial(_has_succeeded, work)
-        )
+        # On a GPU `wait` only orders streams, so the watchdog keeps polling the work, and an event
+        # for each one before it: works would keep memory.
+        waits = Wait(collective, monotonic(), is_complete=partial(_has_succeeded, work))
+        self._watchdog.waits = waits
         try:
             work.wait()
+            if self.device.type != "cpu":
+                ended = torch.accelerator.current_stream(self.device).record_event()
+                self._watchdog.on_device.append(waits._replace(is_complete=ended.query))
         except RuntimeError as error:
             raise self._watchdog.explain(error) from error
         self._unawaited.pop(collective.seq, None)
@@ -201,8 +205,9 @@ class BackendComm(Group):
         for n in (1, 513, 65_537):
             full = torch.full((self.size * n,), self.rank + 1.0, device=self.device)
             out = torch.empty(n, device=self.device)
-            self._calls.scatter(out, full, op=dist.ReduceOp.AVG, group=self._reduce_group)
-            is_correct &= bool((out == (self.size + 1) / 2).all())
+            with self._watchdog.calling(self._watchdog.greeting("self-test of AVG")):
+                self._calls.scatter(out, full, op=dist.ReduceOp.AVG, group=self._reduce_group)
+                is_correct &= bool((out == (self.size + 1) / 2).all())
         return set(self._watchdog.greet("self-test of AVG", str(is_correct))) == {"True"}
 
     def _interrupt(self) -> None:

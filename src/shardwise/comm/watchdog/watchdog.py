@@ -68,6 +68,8 @@ class Watchdog:
         failure: Callable[[], str] = str,
     ) -> None:
         self.waits: Wait | None = None  # this rank's present wait
+        self.on_device: deque[Wait] = deque()  # those of its device, oldest first
+        self._moved = 0.0  # ``monotonic()`` when the device was last seen to end one
         self.failure = ""  # why the group has failed
         self._store = store
         self._rank = rank
@@ -96,6 +98,15 @@ class Watchdog:
         self._issued = collective.seq + 1
 
     @contextmanager
+    def calling(self, collective: Collective) -> Iterator[None]:
+        """A call of the backend, which may never return: it connects when it is used first."""
+        before, self.waits = self.waits, Wait(collective, monotonic())
+        try:
+            yield
+        finally:
+            self.waits = before
+
+    @contextmanager
     def meeting(self) -> Iterator[None]:
         """Leave the group, with the reason, where the block raises: the ranks meet inside."""
         try:
@@ -108,8 +119,11 @@ class Watchdog:
         self, purpose: str, text: str = "", rendezvous: Callable[[], None] = lambda: None
     ) -> list[str]:
         """Every rank's ``text``, by rank, before the group is in use."""
-        number = next(self._greetings)
-        return self.gather_texts(Collective(number, "greeting", purpose, "", 0), text, rendezvous)
+        return self.gather_texts(self.greeting(purpose), text, rendezvous)
+
+    def greeting(self, purpose: str) -> Collective:
+        """Number what all ranks do before the group is in use."""
+        return Collective(next(self._greetings), "greeting", purpose, "", 0)
 
     def gather_texts(
         self,
@@ -195,8 +209,12 @@ class Watchdog:
     def _run(self) -> None:
         since = next_check = next_warning = 0.0
         while not self._stop.wait(POLL_INTERVAL):
-            waits = self.waits
-            if waits is None or self.failure or waits.is_complete():
+            try:
+                waits = None if self.failure else self._present()
+            except RuntimeError as error:  # the device has failed
+                self.explain(error)
+                continue
+            if waits is None:
                 continue
             if waits.since != since:  # a comm that polls makes many objects of one wait
                 since, next_check = waits.since, FIRST_CHECK
@@ -217,6 +235,16 @@ class Watchdog:
             while next_warning <= age:
                 next_warning *= 2
             next_check = min(next_warning, 1.25 * age, age + MAX_CHECK_INTERVAL)
+
+    def _present(self) -> Wait | None:
+        """The oldest wait that goes on; on a device, from when the one before it had ended."""
+        while self.on_device and self.on_device[0].is_complete():
+            self.on_device.popleft()
+            self._moved = monotonic()
+        waits = self.on_device[0] if self.on_device else self.waits
+        if waits is None or waits.is_complete():
+            return None
+        return waits._replace(since=max(waits.since, self._moved))
 
     def _check(self, waits: Wait, age: float) -> tuple[str, str]:
         """Say why the wait can never complete (or ``""``), and the warning of ``still_waiting``."""
