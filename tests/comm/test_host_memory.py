@@ -89,26 +89,31 @@ def test_beside_an_accelerator_copies_follow_what_was_computed_and_are_waited_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notes: list[str] = []
-    compute, copies = Stream("compute", notes), Stream("copy", notes)
-    monkeypatch.setattr(torch, "Stream", lambda device: copies)
+    compute = Stream("compute", notes)
+    beside = iter([Stream("load", notes), Stream("store", notes)])
+    monkeypatch.setattr(torch, "Stream", lambda device: next(beside))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
     monkeypatch.setattr(HostMemory, "_new", Memory._new)  # nothing is pinned without a device
     host = HostMemory(torch.device("cuda"))
-    a_copy = ["copy waits for compute", "copies"]
+    a_copy = ["store waits for compute", "copies"]
 
     host.load(torch.empty(3), torch.ones(3)).wait()
-    assert notes == [*a_copy, "compute waits for an event of copy"]
+    expected = ["load waits for compute", "copies", "compute waits for an event of load"]
+    assert notes == expected
     notes.clear()
     gradients = [torch.ones(3), torch.ones(3)]
     host.store(gradients[0])
-    assert (notes, host._sources) == (a_copy, gradients[:1])
+    assert (notes, host._storing[0][0] is gradients[0]) == (a_copy, True)
     notes.clear()
     host.store(gradients[1])  # the memory of the one before it may be used again
-    assert notes == ["compute waits for copy", *a_copy]
-    assert [source.data_ptr() for source in host._sources] == [gradients[1].data_ptr()]
+    assert notes == ["compute waits for an event of store", *a_copy]
+    assert [source.data_ptr() for source, _ in host._storing] == [gradients[1].data_ptr()]
     notes.clear()
     host.wait()
-    assert (notes, host._sources) == (["the host waits for copy"], [])
+    assert (notes, host._storing) == (
+        [f"the host waits for {one}" for one in ("load", "store")],
+        [],
+    )
 
 
 def test_what_a_block_has_copied_is_waited_for_also_after_an_exception(

@@ -75,11 +75,11 @@ def a_buffer_for_two_reductions() -> Patch:
 
 def copies_that_do_not_follow() -> Patch:
     @contextmanager
-    def copying(self: Any) -> Iterator[object]:
-        with self._stream:
-            copied = _Copied(self._stream)
+    def copying(self: Any, stores: bool = False) -> Iterator[object]:
+        with self._stores if stores else self._loads as stream:
+            copied = _Copied(stream)
             yield copied
-            copied.event = self._stream.record_event()
+            copied.event = stream.record_event()
 
     return mock.patch.object(HostMemory, "copying", copying)
 
@@ -93,7 +93,7 @@ def no_wait_of_the_host() -> Patch:
 
 
 def a_gradient_is_dropped_while_it_is_copied() -> Patch:
-    return before(HostMemory, "store", lambda host: host._sources.clear())
+    return before(HostMemory, "store", lambda host: host._storing.clear())
 
 
 def refilled_in_another_stream() -> Patch:

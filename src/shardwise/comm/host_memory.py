@@ -1,7 +1,7 @@
-"""Host memory beside a device: a second pool, with a stream for the copies between the two.
+"""Host memory beside a device: a second pool, with a stream for the copies in each direction.
 
     compute stream  ── ... ──▶ computes ────────────────▶ waits ▶ uses what was loaded
-    copy stream          └───▶ load ─▶ all-gather ───────┘
+    load stream          └───▶ load ─▶ all-gather ───────┘
 
 A copy follows what the compute stream was given before, since memory may have had another use until
 then, and nobody waits for it until its result is used. Where the device is the CPU, copies are
@@ -36,10 +36,14 @@ class HostMemory(Memory):
         self._beside, self._pins = device, device.type != "cpu"
         self.nbytes = 0
         self.copied = {"load": 0, "store": 0}
-        self._sources: list[Tensor] = []  # on the device, of copies that may be under way
+        self._storing: list[tuple[Tensor, Pending]] = []  # sources, of copies that may be under way
 
     @cached_property
-    def _stream(self) -> torch.Stream:
+    def _loads(self) -> torch.Stream:
+        return torch.Stream(self._beside)
+
+    @cached_property
+    def _stores(self) -> torch.Stream:
         return torch.Stream(self._beside)
 
     def load(self, out: Tensor, source: Tensor) -> Pending:
@@ -58,23 +62,24 @@ class HostMemory(Memory):
         """Copy ``source``, on the device, to new host memory, which is complete after ``wait``."""
         out = self.gradient(source.numel(), source.dtype)
         self.copied["store"] += source.nbytes
-        if self._sources:  # one copy is under way: then its memory can be used again
-            torch.accelerator.current_stream(self._beside).wait_stream(self._stream)
-            self._sources.clear()
-        with self.copying():
+        for _, copied in self._storing:  # one is under way: then its memory can be used again
+            copied.wait()
+        self._storing.clear()
+        with self.copying(stores=True) as copied:
             out.copy_(source, non_blocking=True)
         if self._pins:
-            self._sources.append(source)
+            self._storing.append((source, copied))
         return out
 
     def wait(self) -> None:
         """Wait until all copies are complete: host memory may be read and written then."""
         if self._pins:
-            self._stream.synchronize()
-            self._sources.clear()
+            self._loads.synchronize()
+            self._stores.synchronize()
+            self._storing.clear()
 
     @contextmanager
-    def copying(self) -> Iterator[Pending]:
+    def copying(self, stores: bool = False) -> Iterator[Pending]:
         """Order copies in the block after the current stream's work, and do not wait for them.
 
         Yields what to wait for, once the block has ended: all of it, also where it raised.
@@ -82,13 +87,14 @@ class HostMemory(Memory):
         if not self._pins:
             yield Completed()
             return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._beside))
-        with self._stream:
-            copied = _Copied(self._stream)
+        stream = self._stores if stores else self._loads
+        stream.wait_stream(torch.accelerator.current_stream(self._beside))
+        with stream:
+            copied = _Copied(stream)
             try:
                 yield copied
             finally:
-                copied.event = self._stream.record_event()
+                copied.event = stream.record_event()
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
