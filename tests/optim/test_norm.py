@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
-from shardwise.optim.norm import norm_of
+from shardwise.optim.norm import _power, norm_of
 from tests import nets
+from tests.comm.transports.test_backend import Named
 from tests.copies import assert_near, local, on_ranks, said, seeded
 from tests.fake import FakeComm
 from tests.nets import NETS, Net
@@ -259,3 +260,13 @@ def test_torchs_clipping_by_value_is_right_on_shards() -> None:
             assert torch.equal(local(grad), old.clamp(-1e-3, 1e-3))
 
     on_ranks(2, nets.decoder, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_device_no_gradient_is_copied_to_a_wide_dtype(dtype: torch.dtype) -> None:
+    gradients = [torch.empty(8, dtype=dtype, device="meta") for _ in range(3)]
+    zero = torch.empty((), device="meta")
+    with Named() as mode:
+        norm = _power(gradients, 2.0, zero)
+    assert norm.dtype is torch.float32
+    assert mode.names[:2] == ["aten::_foreach_norm.Scalar", "aten::stack"]

@@ -164,6 +164,8 @@ class _Asked(TorchFunctionMode):
             return DEVICE if ours and not args[0].is_meta else func(*args)
         if func in (Tensor.tolist, Tensor.numpy) and not self.device.accesses.is_host(args[0]):
             self.device.wait(func.__name__)
+        if func is Tensor.pin_memory:
+            return args[0].clone()
         on = CPU if func in FACTORIES else None
         on = _named(func, args, kwargs) or on
         pinned = kwargs.pop("pin_memory", False)

@@ -11,12 +11,15 @@ from shardwise.recipe.data_config import BatchConfig
 from shardwise.train.batches import (
     IGNORED,
     Batches,
+    MicroBatch,
     Rows,
     accumulation,
     evenly_spaced,
     permutation,
     rank_batches,
 )
+from tests.recorder.clocks import DEVICE
+from tests.recorder.device import Device
 
 
 def rows(tokens: int = 101, context: int = 10) -> Rows:
@@ -149,3 +152,13 @@ def test_validation_rows_are_shared_out_once_in_equally_many_passes(
     assert all(len(batch) == micro for part in parts for batch in part)
     real = [i for part in parts for batch in part for i in batch.tolist() if i >= 0]
     assert sorted(real) == list(range(count))
+
+
+def test_the_host_does_not_wait_until_a_batch_is_on_a_device() -> None:
+    device = Device()
+    with device.installed():
+        batch = MicroBatch(torch.zeros(2, 3), torch.ones(2, 3))
+        moved = batch.to(DEVICE)
+        assert not device.accesses.is_host(moved.ids)
+    assert (device.waits, device.faults) == ([], [])
+    assert batch.to(torch.device("cpu")) is batch

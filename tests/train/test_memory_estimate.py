@@ -84,7 +84,7 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
 ) -> None:
     large = tiny_recipe(tmp_path, "model.width=8192", "model.layers=64", "model.hidden=22016")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(estimate, "machine_memory", lambda: 24_000_000_000)
+    monkeypatch.setattr(estimate, "machine_memory", lambda **_: 24_000_000_000)
     with pytest.raises(ConfigError) as caught:
         check_memory(large, CPU, 2)
     said = str(caught.value)
@@ -102,7 +102,7 @@ def test_the_host_memory_of_a_machine_is_that_of_all_ranks_that_any_launcher_sta
     recipe = tiny_recipe(tmp_path, "sharding.offload=everything")
     needed = state_bytes(predict(recipe, 4, 300), recipe, 4).host
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
-    monkeypatch.setattr(estimate, "machine_memory", lambda: needed - 1)
+    monkeypatch.setattr(estimate, "machine_memory", lambda **_: needed - 1)
     monkeypatch.setattr(estimate, "_memory", lambda _: 0)
     with pytest.raises(
         ConfigError,
@@ -111,7 +111,7 @@ def test_the_host_memory_of_a_machine_is_that_of_all_ranks_that_any_launcher_sta
         check_memory(recipe, torch.device("cuda"), 4, 300)
     with pytest.raises(ConfigError, match=r"for the 4 of them on this cpu"):
         check_memory(recipe, CPU, 4, 300)
-    monkeypatch.setattr(estimate, "machine_memory", lambda: needed)
+    monkeypatch.setattr(estimate, "machine_memory", lambda **_: needed)
     check_memory(recipe, torch.device("cuda"), 4, 300)
     plain = tiny_recipe(tmp_path)
     with pytest.raises(ConfigError, match=r"for the 1 of them on this cuda, which has 0 B"):
@@ -128,3 +128,11 @@ def test_memory_is_what_this_container_may_use(
         (tmp_path / "memory.max").write_text(text + "\n", "ascii")
         monkeypatch.setattr(estimate, "LIMITS", (str(tmp_path / "memory.max"), "/nowhere"))
         assert machine_memory() == wanted
+
+
+def test_swap_holds_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "LIMITS", ())
+    meminfo = "MemTotal: 1 kB\nSwapTotal: 4096 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_: meminfo)
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    assert machine_memory() == machine_memory(pinned=True) + (4 << 20)

@@ -125,7 +125,7 @@ def test_of_a_name_on_the_hub_the_memory_is_known_without_its_weights(
         del config["dtype"]
         (hub / "config.json").write_text(json.dumps(config), "utf-8")
         assert predict(name, 2) == predict(known, 2)
-        monkeypatch.setattr(memory_estimate, "machine_memory", lambda: 0)
+        monkeypatch.setattr(memory_estimate, "machine_memory", lambda **_: 0)
         with pytest.raises(ConfigError, match=r"on this cpu, which has "):
             watched.run(name, 1)
     assert not list(cache.glob("*.safetensors"))
@@ -204,10 +204,10 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read(
     row = predict(recipe, 2)
     assert row.parameters == row.gradients == pytest.approx(2 * 36_000, rel=0.01)
     needed = row.between_steps
-    monkeypatch.setattr(memory_estimate, "machine_memory", lambda: needed - 1)
+    monkeypatch.setattr(memory_estimate, "machine_memory", lambda **_: needed - 1)
     text = said(ConfigError, lambda: check_memory(recipe, cpu, 2))
     assert text.startswith("with gradients and optimizer state, the model in ")
     assert f"full_shard over 2 ranks takes {size(needed)} for the 1 of them on this cpu" in text
-    monkeypatch.setattr(memory_estimate, "machine_memory", lambda: needed)
+    monkeypatch.setattr(memory_estimate, "machine_memory", lambda **_: needed)
     assert check_memory(recipe, cpu, 2) is not None
     assert predict(recipe_of(tmp_path, "model.dtype=bf16"), 1).parameters == 2 * 36_000

@@ -128,12 +128,16 @@ def _parts(place: Place) -> Iterator[tuple[int, Tensor]]:
 
 def _power(gradients: Sequence[Tensor], norm_type: float, zero: Tensor) -> Tensor:
     """Sum of ``|g| ** p`` (for ``inf``: the maximum of ``|g|``), in the dtype of ``zero``."""
-    # Of a complex number its magnitude counts.
-    wide = {True: zero.dtype.to_complex(), False: zero.dtype}
-    gradients = [grad.to(wide[grad.is_complex()]) for grad in gradients if grad.numel()]
-    if gradients and gradients[0].is_cpu:
-        gradients = [chunk for grad in gradients for chunk in grad.split(CHUNK)]
+    gradients = [grad for grad in gradients if grad.numel()]
     if not gradients:
         return zero
-    norms = torch.stack(foreach_norm(gradients, norm_type))
+    # Of a complex number its magnitude counts. None is kept in a wide dtype beside the next.
+    if gradients[0].is_cpu:
+        wide = {True: zero.dtype.to_complex(), False: zero.dtype}
+        pieces = (grad.to(wide[grad.is_complex()]).split(CHUNK) for grad in gradients)
+        each = [norm for chunks in pieces for norm in foreach_norm(chunks, norm_type)]
+    else:
+        real = [grad.abs() if grad.is_complex() else grad for grad in gradients]
+        each = [*foreach_norm(real, norm_type, dtype=zero.dtype)]
+    norms = torch.stack(each)
     return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()

@@ -51,8 +51,11 @@ class MicroBatch:
     segments: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same, on ``device``."""
-        moved: list[Any] = [None if t is None else t.to(device) for t in self.tensors]
+        """The same, on ``device``; where it is an accelerator, the host does not wait for it."""
+        if device.type == "cpu":
+            return self
+        pinned = (None if t is None else t.pin_memory() for t in self.tensors)
+        moved: list[Any] = [None if t is None else t.to(device, non_blocking=True) for t in pinned]
         return MicroBatch(*moved)
 
     @property

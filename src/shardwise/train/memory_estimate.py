@@ -59,7 +59,7 @@ def check_memory(
     if device.type != "cpu":
         of_one = state_bytes(row, recipe, 1).device
         memories = {f"on this {device.type}": (1, of_one, _memory(device))}
-        memories["in host memory"] = (local_ranks, here.host, machine_memory())
+        memories["in host memory"] = (local_ranks, here.host, machine_memory(pinned=True))
     for where, (count, needed, available) in memories.items():
         if needed > available:
             raise ConfigError(
@@ -105,11 +105,11 @@ def _described(recipe: Recipe) -> str:
     return f"the model in {model.source}{adapter}"
 
 
-def machine_memory() -> int:
-    """Bytes of RAM and swap of this machine, or the limit of its container."""
+def machine_memory(pinned: bool = False) -> int:
+    """Bytes of RAM and, but for pinned memory, swap of this machine, or its container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     swap = Path("/proc/meminfo")
-    for line in swap.read_text("ascii").splitlines() if swap.exists() else []:
+    for line in swap.read_text("ascii").splitlines() if swap.exists() and not pinned else []:
         if line.startswith("SwapTotal:"):
             total += int(line.split()[1]) * 1024
     existing = (Path(path) for path in LIMITS)
