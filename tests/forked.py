@@ -22,6 +22,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import pytest
@@ -110,6 +111,8 @@ def _close_others(kept: Sequence[int]) -> None:
         os.closerange(last + 1, fd)
         last = fd
     os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
+    # That of the process before; a program that spawns ranks starts one of its own.
+    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
 
 
 def _forget_handlers() -> None:

@@ -137,7 +137,8 @@ def test_a_file_of_torch_before_1_6_is_read_whole(tmp_path: Path) -> None:
     assert (tree["n"], tree["list"]) == ([1, (2, 3)], {0: {"x": 1}})
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # torch 2.15
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # torch 2.15, on reading
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11, once a process
 def test_what_is_no_dense_tensor_is_said(tmp_path: Path) -> None:
     torch.save({"inner": {"a": torch.eye(2).to_sparse()}}, tmp_path / "a.pt")
     with pytest.raises(sw.CheckpointError, match=r"'inner\.a' is no dense tensor .*sparse"):
