@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -533,3 +537,30 @@ def test_it_wants_the_handle_of_a_sharded_model() -> None:
             f"sw.optim.AdamW was given a {what}, and it needs the flat shards of a sharded model. "
             "Pass the handle that sw.shard() returned: sw.optim.AdamW(sharded)."
         )
+
+
+# ---- imports -------------------------------------------------------------------------------
+
+STEP = """
+import sys, torch, shardwise as sw
+model = torch.nn.Linear(8, 8)
+optimizer = sw.optim.AdamW(sw.shard(model))
+model(torch.ones(1, 8)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+print(model.weight.grad, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_step_does_not_import_the_compiler() -> None:
+    """It takes a second of each start; torch's ``zero_grad`` does."""
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", STEP],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    assert done.stdout == "None False\n"

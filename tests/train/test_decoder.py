@@ -37,6 +37,13 @@ def test_the_names_are_those_of_llama(config: ModelConfig) -> None:
     assert sorted(model.state_dict()) == sorted(llama(model, config).state_dict())
 
 
+def test_on_the_meta_device_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There ``normal_`` imports torch's compiler, which takes a second."""
+    monkeypatch.setattr(torch.nn.init, "normal_", None)
+    with torch.device("meta"):
+        assert Decoder(SHAPE, vocabulary=61, context=16).lm_head.weight.is_meta
+
+
 def test_no_token_sees_what_comes_after_it() -> None:
     model = Decoder(SHAPE, vocabulary=61, context=16)
     changed = IDS.clone()

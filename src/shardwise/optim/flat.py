@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from shardwise.optim.norm import norm_of
 from shardwise.optim.optimizer_hooks import PlainClassDuringStep
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.optim.update import Key, Update, decide
-from shardwise.torch_internals import disable_torch_function
+from shardwise.torch_internals import disable_torch_function, skip_in_dynamo
 
 
 class FlatOptimizer(Optimizer, ABC):
@@ -93,12 +94,13 @@ class FlatOptimizer(Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Same as torch's; ``"params"`` may hold regular expressions that match whole names."""
         taken = {id(param) for group in self.param_groups for param in group["params"]}
-        super().add_param_group(resolved(param_group, self._sharded.buckets, taken, self._policy))
+        group = resolved(param_group, self._sharded.buckets, taken, self._policy)
+        unwrap(Optimizer.add_param_group)(self, group)  # whose wrapper imports the compiler
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         shown = PlainClassDuringStep()
         shown.show([param for group in self.param_groups for param in group["params"]])
-        super().zero_grad(set_to_none)
+        unwrap(Optimizer.zero_grad)(self, set_to_none)  # as above
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load ``state_dict()`` of this optimizer, or of torch's of the same name.
@@ -249,3 +251,6 @@ class FlatOptimizer(Optimizer, ABC):
                 f"unsharded, too: continue with torch.optim.{kind} or a new sw.optim.{kind}, and "
                 "load this one's state_dict() into it."
             )
+
+
+skip_in_dynamo(FlatOptimizer.add_param_group, FlatOptimizer.zero_grad)

@@ -44,14 +44,19 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        nn.init.normal_(self.weight, std=self.std, generator=generator)
+        _draw(self.weight, self.std, generator)
 
 
 class Embedding(nn.Embedding):
     """Token vectors, initialised like the matrices so that they can be tied to the head."""
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        nn.init.normal_(self.weight, std=INIT_STD, generator=generator)
+        _draw(self.weight, INIT_STD, generator)
+
+
+def _draw(weight: Tensor, std: float, generator: torch.Generator | None) -> None:
+    if not weight.is_meta:  # to draw nothing there, torch would import its compiler: a second
+        nn.init.normal_(weight, std=std, generator=generator)
 
 
 class RMSNorm(nn.Module):
