@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from shardwise.train.records import (
     Saved,
     Stepped,
 )
+from shardwise.train.run_logger import RunLogger
 from tests.train.tiny import tiny_recipe
 
 FILES = [
@@ -69,6 +71,26 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 def losses(said: list[Record]) -> list[float]:
     return [record.loss for record in said if isinstance(record, Stepped | Evaluated)]
+
+
+def test_every_part_until_the_first_step_says_what_it_is_if_it_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[str] = []
+
+    def busy(_: RunLogger, what: str) -> AbstractContextManager[None]:
+        parts.append(what)
+        return nullcontext()
+
+    monkeypatch.setattr(RunLogger, "busy", busy)
+    run(tiny_recipe(tmp_path), 1)
+    assert parts == [
+        "looking for the model's files",
+        *("reading text", "training the tokenizer", "tokenizing"),
+        "building the model",
+        "reading the checkpoint",
+        "taking the first step",
+    ]
 
 
 def test_a_run_tells_its_story_in_order(both: Ran) -> None:

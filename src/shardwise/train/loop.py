@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -117,7 +117,8 @@ def train(
         predicted = check_memory(recipe, comm.device, comm.size)
         if recipe.model.source is not None:
             logger.log(predicted)
-        recipe = with_tokenizer(recipe)  # fetches a model of the hub
+        with logger.busy("looking for the model's files"):
+            recipe = with_tokenizer(recipe)  # fetches a model of the hub
         _seed(recipe.run.seed + comm.rank)
         data = prepare(recipe, comm, logger.folder, logger.busy)
         logger.log(data.report)
@@ -138,8 +139,7 @@ def train(
             with job.averaged():
                 export(job, data, logger, run.tokens_per_second, outcome.save_error)
             logger.log(run.placement)
-            files = files_of(logger)
-            logger.log(Finished(recipe.run.folder, files, logger.elapsed, outcome.step))
+            logger.log(Finished(recipe.run.folder, files_of(logger), logger.elapsed, outcome.step))
         return outcome
 
 
@@ -217,7 +217,8 @@ class _Loop:
         Raises:
             ConfigError: the text is not enough for one step.
         """
-        start, self._state = self._checkpoints.resume(start)
+        with self._logger.busy("reading the checkpoint"):
+            start, self._state = self._checkpoints.resume(start)
         self._job.batches.start(self._state.streams)
         if all_gather_floats(self._comm, [self._job.batches.ended()], "end of text").any():
             self._steps = self._state.step
@@ -269,7 +270,9 @@ class _Loop:
     def _step(self, step: int) -> Request:
         """Run and log one step; returns the strongest request of any rank."""
         job = self._job
-        with self._throughput.step(job.tokens_per_step):
+        is_first = not self._throughput.seconds_per_step
+        busy = self._logger.busy("taking the first step") if is_first else nullcontext()
+        with busy, self._throughput.step(job.tokens_per_step):
             share = job.forward_backward(step - 1)
             norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
             scale = job.scaler.get_scale() if job.scaler.is_enabled() else None
