@@ -12,6 +12,7 @@ import benchmarks.finetune.run
 import benchmarks.gpu.run
 import benchmarks.mutants.run
 import benchmarks.scorecard.run
+import benchmarks.start.run
 import benchmarks.step.run
 from benchmarks.harness.command import command, follow, log
 from benchmarks.harness.report import read, with_tables
@@ -27,7 +28,7 @@ def main(context: click.Context) -> None:
         follow(benchmarks.step.run.run(benchmarks.step.run.SHORT, log))
 
 
-for name in ("step", "gpu", "checkpoint", "faults", "finetune", "mutants", "scorecard"):
+for name in ("step", "gpu", "checkpoint", "faults", "finetune", "mutants", "scorecard", "start"):
     module = getattr(benchmarks, name).run
     main.add_command(command(name, module.Config, module.run))
 

@@ -6,7 +6,7 @@ All read the same rows in the same order, normalise by the tokens of all ranks, 
     full_shard_4bit         the same on a base in 4 bits
     trainer_ddp             Trainer, peft, DistributedDataParallel
     trainer_fsdp2           Trainer, peft, FSDP2 by accelerate, which does not take it on CPUs by
-                            itself: ``fsdp=True`` is dropped without a word (see ``_force_fsdp2``)
+                            itself: ``fsdp=True`` is dropped without a word (see ``fsdp2_on_cpus``)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
+from benchmarks.finetune import fsdp2_on_cpus
 from benchmarks.finetune.setup import BETAS, CLIP, LEARNING_RATE, SEED, Setup, four_bits, lora
 from shardwise.comm.machine.connect import over
 from shardwise.train.batches import Batches
@@ -93,7 +94,7 @@ def _trainer(setup: Setup, batches: Batches, lap: Lap, fsdp2: bool) -> None:
         trainer = transformers.Trainer(model, arguments, train_dataset=dataset, callbacks=[Laps()])
         trainer.remove_callback(transformers.PrinterCallback)
         if fsdp2:
-            _force_fsdp2(trainer)
+            fsdp2_on_cpus.force(trainer)
         trainer.train()
         if isinstance(trainer.model, FSDPModule) is not fsdp2:
             raise RuntimeError(f"FSDP2 was asked for: {fsdp2}, and the opposite was trained.")
@@ -114,19 +115,6 @@ class Samples:
         assert batch.positions is not None
         targets = {"labels": batch.targets[0], "shift_labels": batch.targets[0]}
         return {"input_ids": batch.ids[0], "position_ids": batch.positions[0], **targets}
-
-
-def _force_fsdp2(trainer: Any) -> None:
-    """Say what accelerate says itself on a GPU, where it takes the plug-in that Trainer made.
-
-    In 1.15, ``AcceleratorState`` looks at it for GPUs, NPUs, XPUs and others, and not for CPUs.
-    """
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    state = trainer.accelerator.state
-    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
-    state._shared_state["distributed_type"] = DistributedType.FSDP  # noqa: SLF001
-    trainer.is_fsdp_enabled = True
 
 
 ENGINES: dict[str, Engine] = {

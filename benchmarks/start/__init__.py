@@ -1,0 +1,1 @@
+"""From a command to its first training step: where the seconds go."""
