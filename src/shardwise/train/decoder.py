@@ -100,6 +100,8 @@ class Rotary(nn.Module):
     def reset_parameters(self) -> None:
         context, size = self.cosine.shape
         device = self.cosine.device
+        if self.cosine.is_meta:  # as for ``_draw``
+            return
         exponent = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
         positions = torch.arange(context, dtype=torch.float32, device=device)
         angles = torch.outer(positions, 1.0 / self.theta**exponent).repeat(1, 2)
