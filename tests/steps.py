@@ -65,7 +65,7 @@ def assert_at_rest(sharded: sw.Sharded) -> None:
             assert bucket.full.untyped_storage().nbytes() == 0, bucket.unit
         views = bucket.spec.rest_views(bucket.shard)
         for param, view in zip(bucket.params, views, strict=True):
-            assert param.data_ptr() == view.data_ptr()
+            assert local(param).data_ptr() == view.data_ptr()
 
 
 @dataclass

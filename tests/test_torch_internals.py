@@ -229,6 +229,8 @@ def test_some_functions_hand_tensors_to_c_and_do_not_ask_their_class(number: int
         ),
         transformed(torch.func.grad),
         transformed(torch.func.functionalize),
+        torch.Tensor,
+        torch.autograd.Variable,
         torch.tensor,
         torch.as_tensor,
         torch.asarray,
@@ -239,6 +241,7 @@ def test_some_functions_hand_tensors_to_c_and_do_not_ask_their_class(number: int
         torch.ones(1).new,
         torch.ones(1).new_tensor,
         lambda value: torch.ones(1).set_(value),
+        lambda value: value.as_subclass(Tensor),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's advice on copies of tensors

@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def storage(tensor: Tensor) -> int:
-    """The identity of a tensor's storage object."""
-    return int(tensor.untyped_storage()._cdata)
+    """The identity of a tensor's storage object; of a shard, of the one that holds it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
 
 
 class Written(TorchDispatchMode):

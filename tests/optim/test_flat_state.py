@@ -145,7 +145,7 @@ def test_values_put_in_place_of_a_shard_are_taken_over() -> None:
         with torch._C.DisableTorchFunctionSubclass():
             held.adopt()
         assert torch.equal(held.values[at], expected)
-        assert param.data_ptr() == held.values[at].data_ptr()
+        assert local(param).data_ptr() == held.values[at].data_ptr()
         assert type(param) is ShardedParameter
         assert torch.equal(
             sharded.local_state_dict()[held.bucket.members[held.indices[at]].name], expected
@@ -249,7 +249,7 @@ def cut_short(model: nn.Module) -> None:
     memory = torch.empty(size)
     for param in params:
         if param.grad is not None and param.nbytes:
-            at = (param.grad.data_ptr() - first.data_ptr()) // 4
+            at = (local(param.grad).data_ptr() - first.data_ptr()) // 4
             view = memory[at : at + param.shape.numel()].view(param.shape)
             param.grad = view.copy_(local(param.grad))
 

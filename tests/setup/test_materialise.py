@@ -18,13 +18,14 @@ from shardwise.comm.protocol import Comm, Completed, Label, Pending
 from shardwise.config.options import Init, default_init
 from shardwise.setup.materialise import sync
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, local, on_ranks, said, seeded
 from tests.devices import DEVICES
 from tests.fake import FakeComm
 from tests.nets import NETS, Decoder, Net
 from tests.parity.meta import built_on_meta, made_whole
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, train
+from tests.written import storage
 
 
 class Rotary(nn.Module):
@@ -339,9 +340,7 @@ def test_a_model_that_was_whole_on_every_rank_lets_it_go() -> None:
         comm.agree({})  # until then a slow rank may still hold what it was sent
         assert all(ref.expired() for ref in before)
         whole = sum(bucket.layout.used for bucket in sharded.buckets)
-        held = {
-            p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()
-        }
+        held = {storage(p): local(p).untyped_storage().nbytes() for p in model.parameters()}
         assert sum(held.values()) < 0.4 * 4 * whole
 
     on_ranks(3, nets.decoder, rank)

@@ -42,6 +42,7 @@ from tests.steps import (
     train,
     units_of,
 )
+from tests.written import storage
 
 BATCHES = [decoder_batch(rank, 2) for rank in range(2)]
 
@@ -64,11 +65,11 @@ def test_gradients_are_those_of_a_plain_model_bit_for_bit(strategy: str, world: 
 
 def saved_bytes(model: nn.Module, batch: Batch) -> int:
     """Bytes that autograd keeps of a forward pass, without what the model holds anyway."""
-    ours = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    ours = {storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        kept.setdefault(storage(tensor), tensor)
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, local, on_ranks, said, seeded
 from tests.nets import NETS, Net
 from tests.ranks import in_group, outcomes_of, run_threads
 from tests.steps import STRATEGIES, train
@@ -189,7 +189,7 @@ def test_a_local_state_dict_costs_nothing_and_is_the_ranks_own() -> None:
         state = sharded.local_state_dict()
         assert comm.counters.calls == {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            assert state[name].data_ptr() == param.data_ptr()
+            assert state[name].data_ptr() == local(param).data_ptr()
             assert not state[name].requires_grad
         return state
 

@@ -25,7 +25,7 @@ from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import sharding_of
-from shardwise.torch_internals import get_version
+from shardwise.torch_internals import disable_torch_function, get_version
 
 State = MutableMapping[Any, dict[str, Any]]  # ``optimizer.state``: by parameter, by name
 STEP = "step"  # the state that is one number for a parameter: how often it was updated
@@ -161,7 +161,9 @@ class FlatState:
 
     def adopt(self) -> bool:
         """Copy values that were put in by ``param.data = ...``; is the memory still the same?"""
-        if list(map(Tensor.data_ptr, self._solid_params)) != self._addresses:
+        with disable_torch_function():
+            is_same = list(map(Tensor.data_ptr, self._solid_params)) == self._addresses
+        if not is_same:
             self.bucket.adopt()
         return self.bucket.shard is self.shard
 

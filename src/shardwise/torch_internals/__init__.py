@@ -56,6 +56,8 @@ UNSEEN_CALLS: tuple[tuple[Any, str], ...] = (
     (vmap, "_add_batch_dim"),
     (eager_transforms, "_wrap_for_grad"),
     (eager_transforms, "_wrap_functional_tensor"),
+    (Tensor, "__new__"),
+    (torch.autograd.Variable, "__new__"),
     (torch, "tensor"),
     (torch, "as_tensor"),
     (torch, "asarray"),
@@ -63,7 +65,7 @@ UNSEEN_CALLS: tuple[tuple[Any, str], ...] = (
     (torch.utils.dlpack, "to_dlpack"),
     (torch, "sparse_coo_tensor"),
     (torch.utils, "swap_tensors"),
-    *((Tensor, name) for name in ("new", "new_tensor", "set_")),
+    *((Tensor, name) for name in ("new", "new_tensor", "set_", "as_subclass")),
 )
 #: They ask for shapes first, and leave early on a rank that has no elements.
 INITIALISATIONS = tuple(

@@ -17,6 +17,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.config.options import blocks
 from shardwise.memory.parameters import Bucket
 from shardwise.optim.blockwise import SCALES, TABLES, without_tables
+from shardwise.torch_internals import disable_torch_function
 from shardwise.train.collectives import all_gather_floats
 from shardwise.train.records import Bytes, Placed
 
@@ -25,8 +26,9 @@ KINDS = ("parameters", "gradients", "optimizer state")
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of ``tensors``; a shared storage counts once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    with disable_torch_function():
+        storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def footprint(sharded: Sharded, optimizer: Optimizer, comm: Comm) -> Placed:

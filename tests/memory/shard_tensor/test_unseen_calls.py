@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -151,6 +152,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "DLPack": lambda weight: DLPACK.from_dlpack(DLPACK.to_dlpack(weight.detach())),
     "new_tensor": lambda weight: torch.zeros(1).new_tensor(weight),
     "new": lambda weight: torch.zeros(1).new(weight.detach()),
+    "torch.Tensor": lambda weight: torch.Tensor(weight.detach()),
+    "Variable": lambda weight: torch.autograd.Variable(weight.detach()),
+    "as_subclass": lambda weight: weight.detach().as_subclass(Tensor),
     "set_": lambda weight: torch.zeros(1).set_(weight.detach()),  # type: ignore[call-overload]
     "sparse": lambda weight: torch.sparse_coo_tensor(
         torch.arange(3).view(1, 3), weight.detach(), (3, 6)
@@ -192,6 +196,29 @@ def test_a_copy_of_a_parameter_is_whole_in_a_pass_and_refused_at_rest(
             assert torch.equal(copied, expected)
 
     on_ranks(world, lambda: Reading(READS[name]), rank)
+
+
+ADDRESSES: dict[str, Callable[[Tensor], object]] = {
+    "data_ptr": Tensor.data_ptr,
+    "storage": Tensor.untyped_storage,
+    "typed storage": Tensor.storage,
+    "safetensors": lambda value: safetensors.torch.save({"weight": value}),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nobody_reads_at_rest_where_the_elements_are(world: int) -> None:
+    """A kernel would read a whole parameter there, and a file would hold one rank's part of it."""
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        model(torch.ones(2, 6)).sum().backward()
+        weight: Any = model.get_parameter("weight")
+        for use, value in product(ADDRESSES.values(), (weight, weight.detach(), weight.grad)):
+            assert "'weight'" in said(sw.ShardUseError, partial(use, value))
+        assert weight.to_local().data_ptr() or not weight.to_local().numel()
+
+    on_ranks(world, lambda: nn.Linear(6, 1), rank)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cache
 
 __all__ = [
-    "ADDRESSES",
     "COPIES",
     "COUNTS",
     "ELEMENTWISE",
@@ -60,8 +59,6 @@ _ELEMENTWISE = """
     bitwise_xor and or xor invert relu sgd adam adamw adagrad
 """
 METADATA = frozenset(_METADATA.split())
-ADDRESSES = frozenset({"data_ptr", "storage", "untyped_storage"})
-"""They tell where the elements are: of the whole ones in a pass, where kernels read them there."""
 COUNTS = frozenset({"numel", "nelement"})
 """They count the elements of the whole."""
 SHAPES = frozenset({"size", "len"})

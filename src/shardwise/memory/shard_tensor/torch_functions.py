@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.memory.shard_tensor.elementwise import (
-    ADDRESSES,
     COPIES,
     COUNTS,
     ELEMENTWISE,
@@ -45,8 +44,6 @@ def dispatch(call: Call) -> Any:
         return call.first.sharding.shape.numel()
     if bare in SHAPES:
         return _shape(call)
-    if bare in ADDRESSES and call.first.sharding.serving is None:
-        return call.run()
     if bare in METADATA:
         return call.mark(call.run(), call.first.sharding)
     if bare in NEW:
