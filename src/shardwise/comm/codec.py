@@ -23,8 +23,6 @@ from torch import Tensor
 
 from shardwise.comm.protocol import rows_of
 
-__all__ = ["QUANTISED", "Codec", "codec_of", "wire_nbytes"]
-
 BLOCK = 256  # elements that share a scale, which adds 1.6% to their bytes
 QUANTISED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtypes of blocks, and the largest number of each."""

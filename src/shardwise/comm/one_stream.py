@@ -10,8 +10,6 @@ import torch
 
 from shardwise.errors import ScheduleError
 
-__all__ = ["OneStream"]
-
 
 class OneStream:
     """The current stream of ``device`` when ``check`` is called first."""

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, graph_task, set_data
 
-__all__ = ["GatheredParameter"]
-
 _BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _WRITES_NOTHING = ("requires_grad_", "share_memory_")
 

@@ -17,9 +17,6 @@ from shardwise.torch_internals import (
     set_after_accumulation,
 )
 
-__all__ = ["is_handed_out", "on_gradient"]
-
-
 Hook = Callable[[Tensor], None]
 
 

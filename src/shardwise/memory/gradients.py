@@ -39,8 +39,6 @@ from shardwise.torch_internals import (
     untracked_views,
 )
 
-__all__ = ["Gradients"]
-
 SMALL = 1 << 14  # elements: below this a copy costs less than the call that asks for it
 
 

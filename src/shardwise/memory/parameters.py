@@ -45,8 +45,6 @@ from shardwise.torch_internals import (
     storage_key,
 )
 
-__all__ = ["Bucket", "State"]
-
 OUR_CLASSES = (nn.Parameter, ShardedParameter)
 _DETACH: Any = Tensor.detach
 _ADDRESS: Any = Tensor.data_ptr

@@ -18,8 +18,6 @@ from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Label, Pending
 from shardwise.plan.spec import BucketSpec
 
-__all__ = ["Sent"]
-
 
 class Sent:
     """This rank's all-gather input for a bucket. The output goes to ``full``, shape ``[W * S]``."""

@@ -18,8 +18,6 @@ from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Comm, Label
 from shardwise.plan.layout.layout import Layout, Slot
 
-__all__ = ["Engine", "Sharding", "sharding_of"]
-
 
 class Engine(Protocol):
     """The parts of a model's engine that its shards need."""

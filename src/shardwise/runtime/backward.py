@@ -40,8 +40,6 @@ from shardwise.torch_internals import (
     skip_in_dynamo,
 )
 
-__all__ = ["Backward"]
-
 
 class Backward:
     """Turns what autograd does into cues for the runtime."""

@@ -18,8 +18,6 @@ from shardwise.comm.reduction import sum_in_rank_order
 from shardwise.config.precision import dtype_name
 from shardwise.errors import ConfigError
 
-__all__ = ["check_batch_norm", "sync_buffers"]
-
 
 def check_batch_norm(model: nn.Module, comm: Comm) -> None:
     """Raises ``ConfigError`` for what would be trained with the statistics of one rank's rows."""

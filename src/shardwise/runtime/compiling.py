@@ -27,8 +27,6 @@ from shardwise.torch_internals import (
     watch_compiler,
 )
 
-__all__ = ["hide_gradients"]
-
 
 class _Thread(threading.local):
     """State of one thread, since a rank may be a thread."""

@@ -50,8 +50,6 @@ from shardwise.torch_internals import (
     storage_key,
 )
 
-__all__ = ["Hooks"]
-
 
 @dataclass(slots=True)
 class Frame:

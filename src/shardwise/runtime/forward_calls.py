@@ -53,8 +53,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from weakref import WeakSet
 
-__all__ = ["ForwardCall", "ForwardCalls"]
-
 
 class _Thread(threading.local):
     """The present thread, whose number another one may have when it has ended."""

@@ -14,8 +14,6 @@ from torch import nn
 from shardwise.errors import ConfigError, nearest
 from shardwise.runtime.forward import Hooks
 
-__all__ = ["ForwardMethods"]
-
 
 class ForwardMethods:
     """The registered forward methods of a sharded model."""

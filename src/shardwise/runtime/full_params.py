@@ -16,8 +16,6 @@ from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, put_g
 from shardwise.memory.shard_tensor.use_errors import wrong_replacement
 from shardwise.torch_internals import disable_torch_function, get_grad, get_version
 
-__all__ = ["full_params"]
-
 
 @contextmanager
 def full_params(buckets: Sequence[Bucket], ranks: Comm, writeback: bool) -> Iterator[None]:

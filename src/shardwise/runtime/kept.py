@@ -17,8 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.config.precision import Precision
 from shardwise.runtime.pytrees import cast
 
-__all__ = ["cast_around_kept", "input_dtypes"]
-
 
 def input_dtypes(
     model: nn.Module, modules: Collection[nn.Module], precision: Precision

@@ -18,8 +18,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 
 from shardwise.errors import ConfigError
 
-__all__ = ["check_unwrapped", "mark", "refuse_wrapper", "trained_by_others", "unmark"]
-
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel",
     "torch.nn.parallel.data_parallel.DataParallel",

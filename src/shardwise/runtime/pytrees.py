@@ -17,15 +17,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.torch_internals import base_of, tree_leaves, tree_map
 
-__all__ = [
-    "cast",
-    "cast_where_needed",
-    "grad_fns",
-    "may_hide_tensors",
-    "tensors",
-    "tensors_in_objects",
-]
-
 _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _NOT_OF_A_CALL = (*_LEAVES, nn.Module, Node, ModuleType, CodeType, type)
 

@@ -30,8 +30,6 @@ from shardwise.runtime.schedules import Schedules
 from shardwise.runtime.trained import Trained
 from shardwise.runtime.unit import UnitState
 
-__all__ = ["Runtime"]
-
 log = logging.getLogger("shardwise")
 
 

@@ -15,8 +15,6 @@ from shardwise.plan.schedule.decide import Step, steps
 from shardwise.plan.schedule.events import Mode, Order, Policy, UnitBytes
 from shardwise.runtime.unit import UnitState
 
-__all__ = ["Schedules"]
-
 log = logging.getLogger("shardwise")
 
 KINDS = 16

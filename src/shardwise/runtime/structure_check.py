@@ -21,8 +21,6 @@ from shardwise.memory.shard_tensor.adapter_order import ORDER, has_adapter
 from shardwise.runtime.other_engines import mark, refuse_wrapper, unmark
 from shardwise.torch_internals import children_of
 
-__all__ = ["StructureCheck"]
-
 CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 """Containers whose insertions and deletions call no registration hook."""
 

@@ -21,8 +21,6 @@ from shardwise.memory.parameters import Bucket, State
 from shardwise.runtime.unit import UnitState
 from shardwise.torch_internals import disable_torch_function
 
-__all__ = ["Trained", "ask_used"]
-
 
 class Trained:
     """Parameters that are trained, as of the last look.

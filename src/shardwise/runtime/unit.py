@@ -11,8 +11,6 @@ from shardwise.memory.parameters import Bucket
 from shardwise.plan.schedule.events import Cue, Op, Phase, UnitBytes
 from shardwise.plan.spec import bytes_of
 
-__all__ = ["UnitState"]
-
 
 class UnitState:
     """A unit's buckets, one for each combination of dtypes and trainability."""

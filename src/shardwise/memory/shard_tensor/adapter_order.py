@@ -14,8 +14,6 @@ from torch import nn
 from shardwise.errors import ConfigError, OptimizerError
 from shardwise.memory.sharding import sharding_of
 
-__all__ = ["ORDER", "check_adapters", "check_optimizer", "has_adapter"]
-
 ORDER = (
     "The order is: quantise the model, prepare_model_for_kbit_training, get_peft_model, shard(), "
     "and then the optimizer."

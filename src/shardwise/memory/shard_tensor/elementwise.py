@@ -8,17 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = [
-    "COPIES",
-    "COUNTS",
-    "ELEMENTWISE",
-    "METADATA",
-    "NEW",
-    "SHAPES",
-    "bare_name",
-    "writes",
-]
-
 
 @cache
 def bare_name(name: str) -> str:

@@ -17,8 +17,6 @@ from shardwise.memory.shard_tensor.use_errors import (
 )
 from shardwise.memory.sharding import Sharding
 
-__all__ = ["Call"]
-
 
 class Call:
     """A function, and what it was called with; ``kind`` is the class of shards."""

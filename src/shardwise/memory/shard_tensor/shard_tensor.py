@@ -30,8 +30,6 @@ from shardwise.memory.shard_tensor.use_errors import copied_shard
 from shardwise.memory.sharding import Sharding
 from shardwise.torch_internals import disable_torch_function, take_in_lists
 
-__all__ = ["ShardTensor"]
-
 
 class ShardTensor(Tensor):
     """One rank's shard of a tensor that has the shape of a parameter."""

@@ -17,8 +17,6 @@ from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.use_errors import copied_shard
 from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, get_grad, set_data, set_grad
 
-__all__ = ["LocalGradient", "ShardedParameter", "is_of_shard", "put_grad"]
-
 
 def put_grad(param: Tensor, grad: Tensor | None) -> None:
     """``param.grad = grad``, whatever their shapes and dtypes: torch compares them only then."""

@@ -21,8 +21,6 @@ from shardwise.memory.shard_tensor.function_call import Call
 from shardwise.memory.sharding import Sharding
 from shardwise.torch_internals import foreach_norm
 
-__all__ = ["norms_of_list", "over_ranks", "reduce"]
-
 CHUNK = 1 << 16
 """Elements. On CPU torch adds millions of squares one by one, with an error of up to 1e-3."""
 

@@ -29,8 +29,6 @@ from shardwise.memory.shard_tensor.tensor_reductions import norms_of_list, over_
 from shardwise.memory.shard_tensor.use_errors import autograd_grad_called, wrong_replacement
 from shardwise.memory.sharding import Sharding, sharding_of
 
-__all__ = ["dispatch", "gather_arguments"]
-
 Row = Sequence[Tensor]
 """Operands of an elementwise function; the first one may be written to."""
 

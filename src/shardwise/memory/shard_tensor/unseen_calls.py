@@ -33,8 +33,6 @@ from shardwise.torch_internals import (
     script_as,
 )
 
-__all__ = ["intercept_calls"]
-
 _KINDS = frozenset((ShardTensor, ShardedParameter, list, tuple))
 """Classes of arguments that are shards, or may hold some."""
 

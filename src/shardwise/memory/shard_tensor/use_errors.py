@@ -7,18 +7,6 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, ScheduleError, ShardUseError
 from shardwise.memory.sharding import Sharding
 
-__all__ = [
-    "autograd_grad_called",
-    "converted",
-    "copied_shard",
-    "functorch_transform",
-    "gradient_without_gather",
-    "needs_full_tensor",
-    "recorded_by_autograd",
-    "sent_by_hand",
-    "wrong_replacement",
-]
-
 
 def needs_full_tensor(function: str, shard: Tensor) -> ShardUseError:
     """A function needs all elements of a sharded tensor."""
