@@ -30,8 +30,8 @@ FRONT_DOORS = {  # they list all their options, typed, by keyword
     *("api/shard shard", "checkpoint/api save", "checkpoint/api save_async"),
     *("optim/fused __init__", "optim/muon __init__", "hf/load load", "tracing/stages trace"),
 }
-ENGINE_BUDGET = 12_665  # a ratchet: lines with docstrings, without blanks and comments
-CHECKPOINT_BUDGET, CONVERT_BUDGET = 5_470, 1_174  # ratchets; docs/decisions.md says what they are
+ENGINE_BUDGET = 12_854  # a ratchet: lines with docstrings, without blanks and comments
+CHECKPOINT_BUDGET, CONVERT_BUDGET = 5_580, 1_174  # ratchets; docs/decisions.md says what they are
 PRIVATE_OF_TORCH = {
     *("_version", "_base", "_cdata", "_parameters", "_buffers", "_modules", "_sequence_nr"),
     *("_post_accumulate_grad_hooks", "_torchdynamo_disable", "hooks_dict_ref"),
