@@ -170,15 +170,15 @@ def test_one_rank_alone_may_compile_though_ranks_map_the_same_memory() -> None:
     reason="inductor's code for CPUs does not compile without vector instructions",
 )
 @pytest.mark.parametrize("batches", [(2,), pytest.param((2, 2, 3), marks=pytest.mark.prove)])
-def test_inductor(batches: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor(batches: tuple[int, ...]) -> None:
     """Its compiler of C++ takes seconds for each graph; processes for that would import torch."""
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     plain, compiled = net(), net()
     for model in (plain, compiled):
         model.blocks = model.blocks[:1]
     sw.shard(plain, comm=FakeComm(0, 3))
     block_after(compiled, lambda model: sw.shard(model, comm=FakeComm(0, 3)), "inductor")
-    found = trained(compiled, 0, batches)
+    with torch._inductor.config.patch(compile_threads=1):
+        found = trained(compiled, 0, batches)
     assert found == pytest.approx(trained(plain, 0, batches), rel=1e-5)
 
 
