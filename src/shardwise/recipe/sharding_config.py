@@ -14,7 +14,9 @@ from shardwise.recipe.section import SHORT, DtypeName, Positive, Section
 class PrefetchConfig(Section):
     """Number of units gathered ahead; the fields of ``shardwise.Prefetch``."""
 
-    forward: int | None = Field(None, ge=0, description="bytes; null = the largest unit, 0 = off")
+    forward: int | None = Field(
+        None, ge=0, description="bytes; null = the largest unit (zero1: all units), 0 = off"
+    )
     backward: int | None = Field(None, ge=0, description="bytes; null = the largest unit, 0 = off")
     when: Literal["pre", "post"] = Field("pre", description="backward: before or after gradients")
     limit: Positive | None = Field(None, description="gathers in flight; null = no limit")
