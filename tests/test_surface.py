@@ -141,20 +141,22 @@ _ENGINE = {
     *("errors", "torch_internals", "api", "config", "plan", "memory", "runtime", "setup"),
     *("comm", "optim"),
 }
-# They lie beside the engine's files and are not of it: drawings, guards against other engines, and
-# a loss function that only asks the engine to gather a head.
+# They lie beside the engine's files and are not of it: drawings, what a step will cost, guards
+# against other engines, and a loss function that only asks the engine to gather a head.
 _BESIDE = {
     "api/nn",
-    *("plan/draw", "plan/bytes", "runtime/other_engines", "errors/projections"),
+    *("plan/draw", "plan/bytes", "plan/forecast", "runtime/other_engines", "errors/projections"),
     "memory/shard_tensor/adapter_order",
 }
-ENGINE = [
-    s for s in SOURCES if ("/" not in s.name or s.within in _ENGINE) and s.name not in _BESIDE
-]
 
 
 def under(name: str, allowed: set[str]) -> bool:
     return any(name == place or name.startswith(f"{place}/") for place in allowed)
+
+
+ENGINE = [
+    s for s in SOURCES if ("/" not in s.name or s.within in _ENGINE) and not under(s.name, _BESIDE)
+]
 
 
 # --- the rules: a source → its offences ------------------------------------------------------
