@@ -470,3 +470,39 @@ def test_operations_say_whether_their_result_is_a_view() -> None:
     assert aten.view.default.is_view
     assert not aten.mm.default.is_view
     assert not aten.add_.Tensor.is_view
+
+
+# ---- kernels ---------------------------------------------------------------------------------
+
+
+class Kernels(internals.TorchDispatchMode):
+    """The kernels of a block, each with the node that ran it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        node = internals.current_node()
+        self.seen.append((func.overloadpacket.__name__, node is not None))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_is_told_of_kernels_of_backward_and_the_node_that_runs_them() -> None:
+    """Else what is planned of a step would not know which unit a kernel belongs to."""
+    x = torch.ones(3, device="meta", requires_grad=True)
+    with Kernels() as kernels:
+        x.exp().sum().backward()
+    assert ("exp", False) in kernels.seen
+    assert ("mul", True) in kernels.seen
+
+
+def test_attention_in_one_kernel_keeps_no_scores() -> None:
+    """Else the memory of a planned step would grow with the square of the length."""
+    query = torch.empty(2, 3, 5, 4, device="meta", requires_grad=True)
+    outputs = internals.flash_attention(query, query, query, 0.0, True)
+    assert [tensor.shape for tensor in outputs] == [query.shape, (2, 3, 5)]
+    assert type(outputs[0].grad_fn).__name__.startswith("ScaledDotProductFlash")
+    assert internals.flash_attention_backward.__name__ == (
+        internals.flash_attention.__name__ + "_backward"
+    )

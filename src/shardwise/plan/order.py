@@ -9,11 +9,13 @@ without memory or compute, and is corrected by what a real step did.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
 from shardwise.plan.schedule.events import Cue, Op, Order, Phase
 from shardwise.plan.units.units import Units
@@ -62,7 +64,7 @@ def rehearse(
     try:
         with torch.no_grad():
             # torch ties weights by all names, and would leave a module of two names on meta.
-            torch.func.functional_call(model, _on_meta(model, units), *called, tie_weights=False)
+            torch.func.functional_call(model, on_meta(model, units), *called, tie_weights=False)
     except (NotImplementedError, RuntimeError) as error:
         raise ScheduleError(
             f"the rehearsal on the meta device stopped: {error}. The model depends on values, "
@@ -75,16 +77,40 @@ def rehearse(
     return Order(tuple(cues), mirror(cues))
 
 
-def _on_meta(model: nn.Module, units: Units) -> dict[str, Tensor]:
-    """An empty tensor for each parameter and buffer, by one name of its module; ties are kept."""
-    shapes: dict[Tensor, torch.Size] = {m.param: m.shape for unit in units for m in unit.members}
+@contextmanager
+def without_values(advice: str) -> Iterator[None]:
+    """Raises ``ScheduleError`` with ``advice`` where a model asks for values of meta tensors."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        raise ScheduleError(
+            f"the rehearsal on the meta device stopped: {error}. The model depends on values, "
+            f"which meta tensors do not have. {advice}"
+        ) from error
+
+
+def on_meta(
+    model: nn.Module, units: Units, precision: Precision = Precision()
+) -> dict[str, Tensor]:
+    """An empty tensor for each parameter and buffer, by one name of its module; ties are kept.
+
+    Of parameters that are sharded, the whole shape; as they are computed with.
+    """
+    members = [member for unit in units for member in unit.members]
+    shapes: dict[Tensor, torch.Size] = {member.param: member.shape for member in members}
+    dtypes: dict[Tensor, torch.dtype] = {}
+    for member in members:
+        param, kept = member.param, precision.keeps(member.name)
+        dtypes[param] = precision.of(param.dtype, param.requires_grad, kept).param
     empty: dict[Tensor, Tensor] = {}
     state = {}
     for prefix, module in model.named_modules():
         for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             if tensor is not None:
                 shape = shapes.get(tensor, tensor.shape)
-                made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                dtype = dtypes.get(tensor, tensor.dtype)
+                made = torch.empty(shape, dtype=dtype, device="meta")
+                made.requires_grad_(tensor.requires_grad)
                 state[f"{prefix}.{name}".lstrip(".")] = empty.setdefault(tensor, made)
     return state
 

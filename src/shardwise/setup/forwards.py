@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.options import Options
+from shardwise.plan.units.selection import checkpointed
 from shardwise.plan.units.units import Units
 from shardwise.setup.compiler import (
     backend_of,
@@ -24,12 +25,7 @@ from shardwise.setup.compiler import (
     compile_forward,
     compiled_modules,
 )
-from shardwise.setup.recompute import (
-    check_own_checkpointing,
-    offload,
-    picked,
-    recompute,
-)
+from shardwise.setup.recompute import check_own_checkpointing, offload, recompute
 
 Replaced = tuple[str, Sequence[nn.Module], Callable[[nn.Module], Callable[..., Any]]]
 """What to print, the modules, and what makes the new ``forward`` of one from the present one."""
@@ -76,7 +72,7 @@ def _replacements(
     policy = given if isinstance(given, ActivationCheckpointing) else ActivationCheckpointing()
     if given:
         check_own_checkpointing(model)
-        recomputed = picked(policy, units)
+        recomputed = checkpointed(policy, units)
         yield "recomputed (non-reentrant)", recomputed, recompute
     if options.compile:
         check_not_compiled(model)

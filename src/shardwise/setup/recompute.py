@@ -9,7 +9,7 @@ gradient, so frozen embeddings and LoRA work too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,24 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.errors import ConfigError
-from shardwise.plan.units.selection import select
-from shardwise.plan.units.units import Unit
 from shardwise.torch_internals import storage_key
 
 Forward = Callable[..., Any]
-
-
-def picked(policy: ActivationCheckpointing, units: Sequence[Unit]) -> list[nn.Module]:
-    """Return the modules of ``units`` to recompute, in order of registration."""
-    # A unit of several modules (a tied embedding and head) is not one call, nor is the root.
-    called = [unit for unit in units if len(unit.modules) == 1 and unit.name]
-    names = [unit.class_name for unit in called]
-    chosen = [unit for unit in called if names.count(unit.class_name) > 1]
-    if policy.units:
-        chosen = select("activation_checkpointing", policy.units, called)
-    return [unit.modules[0] for unit in chosen[policy.every - 1 :: policy.every]]
 
 
 def check_own_checkpointing(model: nn.Module) -> None:

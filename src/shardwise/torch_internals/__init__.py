@@ -26,7 +26,7 @@ from torch._functorch import eager_transforms, vmap
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.optim import _muon
-from torch.utils import _foreach_utils, _pytree
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
 from torch.utils.hooks import RemovableHandle
 
 _SLOTS = cast("Any", Tensor)
@@ -113,8 +113,14 @@ orthogonalize = _muon._zeropower_via_newtonschulz
 #: ``(lr, adjust_lr_fn, shape) →`` the learning rate of Muon for a matrix of this shape.
 muon_learning_rate = _muon._adjust_lr
 
+#: Attention in one kernel, which keeps no scores: ``(output, logsumexp)``. Also on meta tensors.
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 OpOverload = torch._ops.OpOverload
 FakeTensorMode = fake_tensor.FakeTensorMode
+#: A context in which ``__torch_dispatch__`` is told of each kernel, those of backward included.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
@@ -154,6 +160,8 @@ engine_executes: Callable[[Node], bool] = torch._C._will_engine_execute_node
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
+#: The node that autograd executes on this thread, if any.
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 #: The number that says when its thread made the node.
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 _ACCUMULATE_GRAD: Any = cast("Any", torch._C._functions).AccumulateGrad

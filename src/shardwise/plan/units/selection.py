@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from shardwise.config.checkpointing import NamedUnits
+from torch import nn
+
+from shardwise.config.checkpointing import ActivationCheckpointing, NamedUnits
 from shardwise.errors import ConfigError, nearest
 from shardwise.plan.units.units import Unit
 
@@ -18,6 +20,17 @@ def select(option: str, given: NamedUnits, units: Sequence[Unit]) -> list[Unit]:
         if not any(_matches(unit, pattern) for unit in units):
             raise _no_such_unit(option, pattern, units)
     return [unit for unit in units if any(_matches(unit, pattern) for pattern in patterns)]
+
+
+def checkpointed(policy: ActivationCheckpointing, units: Sequence[Unit]) -> list[nn.Module]:
+    """Return the modules of ``units`` to recompute, in order of registration."""
+    # A unit of several modules (a tied embedding and head) is not one call, nor is the root.
+    called = [unit for unit in units if len(unit.modules) == 1 and unit.name]
+    names = [unit.class_name for unit in called]
+    chosen = [unit for unit in called if names.count(unit.class_name) > 1]
+    if policy.units:
+        chosen = select("activation_checkpointing", policy.units, called)
+    return [unit.modules[0] for unit in chosen[policy.every - 1 :: policy.every]]
 
 
 def _matches(unit: Unit, pattern: str) -> bool:

@@ -1,0 +1,1 @@
+"""Forecasts of a training step from its plan: what it computes, keeps and takes."""

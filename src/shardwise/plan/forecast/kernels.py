@@ -1,0 +1,109 @@
+"""One call of torch's operators: its products of matrices, or the bytes that it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.forecast.work import Product
+from shardwise.torch_internals import flash_attention, flash_attention_backward, storage_key
+
+aten = torch.ops.aten
+_WITHOUT_VALUES = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+_LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
+Products = list[Product]
+
+
+def products(operator: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> Products:
+    """The products of one call; none for an operator that has none."""
+    of_operator = _PRODUCTS.get(operator.overloadpacket)
+    return [] if of_operator is None else of_operator(args, outputs[0])
+
+
+def is_kernel(operator: Any, args: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Does the call run anything? A view, or memory without values, does not."""
+    if operator.overloadpacket in _WITHOUT_VALUES:
+        return False
+    read = {storage_key(tensor) for tensor in args}
+    views = all(storage_key(tensor) in read for tensor in outputs)
+    return not views or any(output is tensor for output in outputs for tensor in args)
+
+
+def moved(operator: Any, args: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Bytes that the call reads and writes; of a table, the rows that are looked up."""
+    written = sum(map(_nbytes, outputs))
+    looks_up = operator.overloadpacket in _LOOK_UPS
+    read = sum(map(_nbytes, args[looks_up:]))
+    return written + read + (written if looks_up else 0)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes in memory: what is expanded is read once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _matmul(left: Tensor, right: Tensor) -> Products:
+    """``[…, m, k] x […, k, n]``."""
+    *batch, m, k = left.shape
+    return [Product(m, right.shape[-1], k, prod(batch), left.itemsize)]
+
+
+def _attention(args: Sequence[Any], _: Any) -> Products:
+    """Scores and mixture; arguments are ``query, key, value, dropout_p, is_causal``."""
+    query, key, value = args[:3]
+    return list(_scores_and_mixture(query, key, value, len(args) > 4 and args[4]))
+
+
+def _attention_backward(args: Sequence[Any], _: Any) -> Products:
+    """The scores once more; then the gradients of value, scores, query and key.
+
+    Arguments are ``grad, query, key, value, output, logsumexp, dropout_p, is_causal``.
+    """
+    query, key, value = args[1:4]
+    scores, mixture = _scores_and_mixture(query, key, value, args[7])
+    return [scores, mixture, mixture, scores, scores]
+
+
+def _scores_and_mixture(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool
+) -> tuple[Product, Product]:
+    """``[batch, heads, length, size]`` each."""
+    batch, heads, length, size = query.shape
+    seen, mixed = key.shape[-2], value.shape[-1]
+    scores = Product(length, seen, size, batch * heads, query.itemsize, "attention", causal)
+    return scores, replace(scores, n=mixed, k=seen)
+
+
+def _convolution(args: Sequence[Any], output: Tensor) -> Products:
+    """Arguments: input, weight, bias, stride, padding, dilation, transposed, more, groups."""
+    return [_convolved(args[0], args[1], output, args[6], args[8])]
+
+
+def _convolution_backward(args: Sequence[Any], _: Any) -> Products:
+    """Arguments: grad, input, weight, bias sizes, stride …; the last says what is wanted."""
+    product = _convolved(args[1], args[2], args[0], args[7], args[9])
+    return [product] * sum(args[10][:2])
+
+
+def _convolved(x: Tensor, weight: Tensor, output: Tensor, transposed: bool, groups: int) -> Product:
+    places = x if transposed else output  # [batch, channels, *places]
+    m = places.shape[0] * prod(places.shape[2:])
+    n, k = weight.shape[0] // groups, prod(weight.shape[1:])
+    return Product(m, n, k, groups, x.itemsize, "conv")
+
+
+_PRODUCTS: dict[Any, Callable[[Sequence[Any], Any], Products]] = {
+    aten.mm: lambda args, _: _matmul(args[0], args[1]),
+    aten.bmm: lambda args, _: _matmul(args[0], args[1]),
+    aten.addmm: lambda args, _: _matmul(args[1], args[2]),
+    aten.baddbmm: lambda args, _: _matmul(args[1], args[2]),
+    flash_attention: _attention,
+    flash_attention_backward: _attention_backward,
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
+}

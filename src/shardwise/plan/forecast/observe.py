@@ -1,0 +1,260 @@
+"""Observation of one training step on the meta device: what is computed, and what stays alive.
+
+The model runs forward and backward on tensors without memory. A dispatch mode sees each kernel
+and the storages that it makes. Those end as in a real run, since Python and autograd hold the same
+references, so nothing here is a formula for one family of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.precision import Precision
+from shardwise.plan.forecast.recording import Recording
+from shardwise.plan.forecast.work import StepWork
+from shardwise.plan.order import mirror, on_meta, without_values
+from shardwise.plan.schedule.events import Cue, Op, Order, Phase
+from shardwise.plan.units.selection import checkpointed
+from shardwise.plan.units.units import Units
+from shardwise.torch_internals import flash_attention, storage_key, tree_leaves, tree_map_only
+
+Loss = Callable[[Any], Tensor]
+
+
+def loss_of(output: Any) -> Tensor:
+    """The model's own loss, as in ``transformers``; else the mean of its output."""
+    loss: Tensor | None = getattr(output, "loss", None)
+    return output.float().mean() if loss is None else loss
+
+
+def observe(
+    model: nn.Module,
+    units: Units,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    checkpointing: ActivationCheckpointing | None = None,
+    precision: Precision = Precision(),
+    loss: Loss = loss_of,
+) -> StepWork:
+    """Run one step of ``model`` on the meta device; the model, real or not, stays as it is.
+
+    Attention runs in one kernel where some accelerator has one for it.
+
+    Args:
+        units: of the model, which may be sharded.
+        args, kwargs: of the model's forward; of tensors only shapes and dtypes matter.
+        checkpointing: ``None``: as the model does it.
+        precision: the dtypes of parameters and inputs.
+        loss: of what the model returns.
+
+    Raises:
+        ScheduleError: the model looks at values, which the meta device does not have.
+    """
+    empty = on_meta(model, units, precision)
+    state = {f"model.{name}": tensor for name, tensor in empty.items()}
+    called = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
+    batch = [leaf for leaf in tree_leaves(called) if isinstance(leaf, Tensor)]
+    recording = Recording([*state.values(), *batch])
+    for leaf in {leaf for leaf in state.values() if leaf.requires_grad}:
+        leaf.register_post_accumulate_grad_hook(_let_go)
+    with (
+        _forwards(_recomputed(units, checkpointing, recording)),
+        _cues(model, units, precision, recording),
+        without_values("Run a step: it shows what it takes."),
+        _fused_attention(),
+        recording,
+    ):
+        step = _Step(model, loss, recording)
+        torch.func.functional_call(step, state, *called, tie_weights=False)
+    cues = tuple(recording.cues)
+    forward, backward = recording.finish()
+    return StepWork(
+        {unit: recording.work_of(unit) for unit in dict.fromkeys(cue.unit for cue in cues)},
+        rest=recording.work_of(None),
+        tokens=_tokens(batch),
+        order=Order(cues, mirror(cues)),
+        forward=forward,
+        backward=backward,
+        inputs=sum({storage_key(t): t.untyped_storage().nbytes() for t in batch}.values()),
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
+    )
+
+
+class _Step(nn.Module):
+    """A forward and a backward pass: what is recomputed needs the same parameters."""
+
+    def __init__(self, model: nn.Module, loss: Loss, recording: Recording) -> None:
+        super().__init__()
+        self.model, self.loss, self.recording = model, loss, recording
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        loss = self.loss(self.model(*args, **kwargs))
+        self.recording.turn()
+        loss.backward()
+
+
+def _let_go(param: Tensor) -> None:
+    """Gradients go to their bucket as soon as they are there."""
+    param.grad = None
+
+
+def _tokens(batch: Sequence[Tensor]) -> int:
+    ids = (tensor.numel() for tensor in batch if not tensor.is_floating_point())
+    return next(ids, len(batch[0]) if batch and batch[0].ndim else 0)
+
+
+@contextmanager
+def _cues(
+    model: nn.Module, units: Units, precision: Precision, recording: Recording
+) -> Iterator[None]:
+    """Tell ``recording`` of each call of a unit, and cast its inputs as the engine does."""
+    names, handles = units.unit_names, []
+    for path, module in model.named_modules():
+        dtype = precision.of_inputs(path)
+        if module in names:
+            enter = partial(_enter, recording, names[module])
+            leave = partial(_leave, recording, names[module])
+            handles += [module.register_forward_pre_hook(enter)]
+            handles += [module.register_forward_hook(leave)]
+        if dtype is not None and (module in names or module is model):
+            cast = partial(_cast_inputs, dtype)
+            handles += [module.register_forward_pre_hook(cast, with_kwargs=True)]
+    if precision.output_dtype is not None:
+        handles += [model.register_forward_hook(partial(_cast_output, precision.output_dtype))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter(recording: Recording, unit: str, *_: object) -> None:
+    recording.cue(Cue(Op.ENTER, unit, Phase.FORWARD))
+
+
+def _leave(recording: Recording, unit: str, _: nn.Module, __: Any, output: Any) -> None:
+    recording.cue(Cue(Op.EXIT, unit, Phase.FORWARD), output)
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast((args, kwargs), dtype)
+
+
+def _cast_output(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+# ---- checkpointing -----------------------------------------------------------------------------
+
+Forwards = Mapping[nn.Module, Callable[..., Any]]
+
+
+def _recomputed(
+    units: Units, policy: ActivationCheckpointing | None, recording: Recording
+) -> Forwards:
+    """A forward for each module that is recomputed."""
+    modules = checkpointed(policy, units) if policy is not None else ()
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    for module in modules:
+        forwards[module] = partial(checkpoint, module.forward, use_reentrant=False)
+        if policy is not None and policy.offload:
+            forwards[module] = partial(_in_host, recording, forwards[module])
+    return forwards
+
+
+@contextmanager
+def _forwards(forwards: Forwards) -> Iterator[None]:
+    """Replace the ``forward`` of these modules."""
+    previous = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, own in previous.items():
+            del module.forward
+            if own is not None:
+                module.forward = own
+
+
+class _HostCopy:
+    """A copy of a tensor in host memory; it lives as long as that."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+
+def _in_host(recording: Recording, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def pack(tensor: Tensor) -> Any:
+        if recording.holds(tensor):
+            return tensor
+        copy = _HostCopy(tensor)
+        recording.copy_to_host(copy, tensor.nbytes)
+        return copy
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        return torch.empty(packed.shape, dtype=packed.dtype, device="meta")
+
+    with saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Make attention of meta tensors one kernel; torch would make all scores, as on no device.
+
+    A mode for functions would be off inside of the functions that it sees, such as ``backward``.
+    """
+    plain = F.scaled_dot_product_attention
+
+    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        fused = _fused(query, *args, **kwargs) if query.is_meta else None
+        return plain(query, *args, **kwargs) if fused is None else fused
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001 - kernels for accelerators drop out, and keep a seed
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001 - kernels read few keys and values many times
+) -> Tensor | None:
+    """``[batch, heads, length, size]`` each; ``None`` where no kernel does it."""
+    learnt = attn_mask is not None and attn_mask.requires_grad
+    sizes = {(tensor.ndim, tensor.shape[-1]) for tensor in (query, key, value)}
+    if learnt or query.ndim != 4 or len(sizes) > 1:
+        return None
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # as torch does before the kernel
+        added = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = added.masked_fill_(attn_mask.logical_not(), float("-inf"))
+    given = (query, key, value, 0.0, is_causal)
+    mixed: Tensor = flash_attention(*given, attn_mask=attn_mask, scale=scale)[0]
+    return mixed

@@ -1,0 +1,218 @@
+"""A recording of kernels and of the bytes alive, span by span, while a step runs on meta tensors.
+
+Forward, a cue begins the next span. Backward, autograd numbers the nodes in the order in which
+they were made, so the number of the node that runs tells the span that made it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.forecast.kernels import is_kernel, moved, products
+from shardwise.plan.forecast.work import Pass, Product, Span, UnitWork
+from shardwise.plan.schedule.events import Cue, Op
+from shardwise.torch_internals import (
+    TorchDispatchMode,
+    current_node,
+    flash_attention,
+    next_sequence_number,
+    sequence_number,
+    storage_key,
+    tree_leaves,
+)
+
+_Bytes = Counter[str | None]
+
+
+@dataclass
+class _Kernels:
+    """Kernels so far."""
+
+    products: Counter[Product] = field(default_factory=Counter)
+    moved: int = 0
+    count: int = 0
+
+    def add(
+        self, operator: Any, args: Sequence[Any], read: list[Tensor], made: list[Tensor]
+    ) -> None:
+        if not is_kernel(operator, read, made):
+            return
+        found = products(operator, args, made)
+        self.products.update(found)
+        self.moved += 0 if found else moved(operator, read, made)
+        self.count += 1
+
+    def __add__(self, other: _Kernels) -> _Kernels:
+        every = self.products + other.products
+        return _Kernels(every, self.moved + other.moved, self.count + other.count)
+
+    def as_pass(self) -> Pass:
+        return Pass(tuple(self.products.items()), self.moved, self.count)
+
+
+@dataclass
+class _Span:
+    """A span that goes on."""
+
+    unit: str | None
+    alive: int  # bytes when it began
+    in_host: int
+    peak: int  # bytes alive at most so far
+    kernels: _Kernels = field(default_factory=_Kernels)
+    repeated: _Kernels = field(default_factory=_Kernels)
+
+
+class Recording(TorchDispatchMode):
+    """Notes, while it is entered, kernels and storages.
+
+    Args:
+        held: tensors that are there before and after: parameters, buffers, the batch.
+    """
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cues: list[Cue] = []
+        self._held = {storage_key(tensor): tensor for tensor in held}
+        self._made: dict[int, ref[Any]] = {}  # every other storage that is alive
+        self._alive, self._copied = _Bytes(), _Bytes()  # by the unit that made them; in host memory
+        self._saved, self._kept = _Bytes(), _Bytes()  # the same when the backward pass begins
+        self._outputs = _Bytes()
+        self._forward, self._backward = [_Span(None, 0, 0, 0)], list[_Span]()
+        self._first_nodes = [next_sequence_number()]  # of each span of the forward pass
+        self._calls: list[str | None] = [None]  # units whose calls are under way
+
+    # ---- the step as it goes on ----------------------------------------------------------------
+
+    def cue(self, cue: Cue, output: Any = None) -> None:
+        """A call begins, or has ended with ``output``; a recomputation has no cues."""
+        if self._backward:
+            return
+        self.cues.append(cue)
+        if cue.op is Op.ENTER:
+            self._calls.append(cue.unit)
+        else:
+            self._calls.pop()
+            made = {storage_key(t): t for t in _tensors(output) if not self.holds(t)}
+            self._outputs[cue.unit] += sum(t.untyped_storage().nbytes() for t in made.values())
+        self._first_nodes.append(next_sequence_number())
+        self._forward.append(self._next(self._calls[-1]))
+
+    def turn(self) -> None:
+        """The backward pass begins."""
+        self._saved, self._kept = _Bytes(self._alive), _Bytes(self._copied)
+        self._backward.append(self._next(None))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Is it a parameter, a buffer or of the batch?"""
+        return storage_key(tensor) in self._held
+
+    def copy_to_host(self, copy: object, nbytes: int) -> None:
+        """Host memory has ``copy`` as long as that lives."""
+        unit = self._span.unit
+        self._copied[unit] += nbytes
+        finalize(copy, self._copied.subtract, {unit: nbytes})
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._go_back()
+        output = operator(*args, **(kwargs or {}))
+        if operator.overloadpacket is flash_attention:
+            output = (_laid_out_by_the_kernel(output[0]), output[1])
+        made = _tensors(output)
+        for tensor in made:
+            self._note(tensor)
+        repeats = self._backward and torch.is_grad_enabled()
+        kernels = self._span.repeated if repeats else self._span.kernels
+        kernels.add(operator, args, _tensors((args, kwargs)), made)
+        return output
+
+    @property
+    def _span(self) -> _Span:
+        return self._backward[-1] if self._backward else self._forward[-1]
+
+    def _next(self, unit: str | None) -> _Span:
+        alive = self._alive.total()
+        return _Span(unit, alive, self._copied.total(), alive)
+
+    def _note(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key in self._made or key in self._held:
+            return
+        storage, span = tensor.untyped_storage(), self._span
+        self._made[key] = ref(storage, partial(self._end, key, span.unit, storage.nbytes()))
+        self._alive[span.unit] += storage.nbytes()
+        span.peak = max(span.peak, self._alive.total())
+
+    def _end(self, key: int, unit: str | None, nbytes: int, _: object) -> None:
+        del self._made[key]
+        self._alive[unit] -= nbytes
+
+    def _go_back(self) -> None:
+        """Begin the spans up to the one that made the node that autograd executes."""
+        node = current_node() if self._backward else None
+        if node is None:
+            return
+        place = bisect_right(self._first_nodes, sequence_number(node)) - 1
+        self._go_back_to(place)
+
+    def _go_back_to(self, place: int) -> None:
+        while len(self._backward) < len(self._forward) - place:
+            self._backward.append(self._next(self._forward[-1 - len(self._backward)].unit))
+
+    # ---- the step as it was --------------------------------------------------------------------
+
+    def finish(self) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """End the step; return the spans of both passes."""
+        self._go_back_to(0)
+        every = [*self._forward, *self._backward, self._next(None)]
+        spans = [
+            Span(
+                span.unit,
+                following.alive - span.alive,
+                span.peak - span.alive,
+                following.in_host - span.in_host,
+            )
+            for span, following in pairwise(every)
+        ]
+        return tuple(spans[: len(self._forward)]), tuple(spans[len(self._forward) :])
+
+    def work_of(self, unit: str | None) -> UnitWork:
+        """The work of one unit, or of none."""
+        forward = [span for span in self._forward if span.unit == unit]
+        backward = [span for span in self._backward if span.unit == unit]
+        repeated = _summed(span.repeated for span in backward)
+        return UnitWork(
+            unit or "",
+            forward=_summed(span.kernels for span in forward).as_pass(),
+            backward=_summed([repeated, *(span.kernels for span in backward)]).as_pass(),
+            recomputed=repeated.as_pass(),
+            saved=self._saved[unit],
+            forward_peak=max((span.peak - span.alive for span in forward), default=0),
+            backward_peak=max((span.peak - span.alive for span in backward), default=0),
+            output=self._outputs[unit],
+            in_host=self._kept[unit],
+        )
+
+
+def _summed(kernels: Iterable[_Kernels]) -> _Kernels:
+    return sum(kernels, start=_Kernels())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _laid_out_by_the_kernel(mixed: Tensor) -> Tensor:
+    """Attention's output as kernels lay it out, by places and then heads."""
+    return torch.empty_permuted(mixed.shape, (0, 2, 1, 3), dtype=mixed.dtype, device="meta")

@@ -1,0 +1,143 @@
+"""Work of one training step, as values: what each unit computes, moves and keeps in memory.
+
+The work is that of one rank and one micro-batch, and is the same for every strategy. ``observe``
+measures it without computing anything; the forecasts of memory and time only read it.
+
+    forward    span 0 │ cue 0 │ span 1 │ cue 1 │ … │ cue n-1 │ span n (the loss)
+    backward   span n │ cue 0 │ …                  │ cue n-1 │ span 0
+
+A *span* is what happens between two neighbouring cues of a schedule. It belongs to the innermost
+unit whose call is under way, or to none. Memory is counted in bytes of storages, so views count
+once; parameters, their gradients, buffers and the batch are not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.plan.schedule.events import Order
+
+
+@dataclass(frozen=True)
+class Product:
+    """``batch`` products of matrices, ``[m, k] x [k, n]`` each.
+
+    Attributes:
+        itemsize: bytes of an element.
+        kind: ``"attention"``: inside one kernel, which reads and writes no scores; ``"conv"``: a
+            convolution as a product, ``m`` places, ``n`` channels, ``k`` elements of a filter.
+        causal: a kernel may leave out nearly half of it; ``flops`` counts all, as is usual.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    itemsize: int
+    kind: Literal["matmul", "attention", "conv"] = "matmul"
+    causal: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations; a multiplication and an addition are two."""
+        return 2 * self.m * self.n * self.k * self.batch
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Kernels that run one after the other.
+
+    Attributes:
+        products: each with the number of times it runs.
+        moved: bytes that every other kernel reads and writes.
+        kernels: all of them, products included; views are none.
+    """
+
+    products: tuple[tuple[Product, int], ...] = ()
+    moved: int = 0
+    kernels: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the products."""
+        return sum(product.flops * times for product, times in self.products)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Memory between two cues.
+
+    Attributes:
+        unit: the innermost unit whose call is under way; ``None``: none is.
+        grown: bytes alive at its end, less those alive at its start.
+        peak: bytes alive at most, above those alive at its start.
+        in_host: ``grown`` of what checkpointing keeps in host memory, which is not in ``grown``.
+    """
+
+    unit: str | None
+    grown: int
+    peak: int
+    in_host: int = 0
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """Work of one unit in one step, all of its calls, without the units inside it.
+
+    Attributes:
+        unit: its name.
+        forward, backward: its kernels.
+        recomputed: the part of ``backward`` that repeats ``forward``.
+        saved: bytes that it has made and that are kept from the forward to the backward pass.
+        forward_peak, backward_peak: bytes alive at most while it computes, above those alive when
+            it begins; of what it saves, the forward peak includes all.
+        output: bytes of what its calls return.
+        in_host: bytes that are kept in host memory from the forward to the backward pass.
+    """
+
+    unit: str
+    forward: Pass
+    backward: Pass
+    recomputed: Pass
+    saved: int
+    forward_peak: int
+    backward_peak: int
+    output: int
+    in_host: int = 0
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one step of a model.
+
+    Attributes:
+        units: each unit's, by name, in order of the first use.
+        rest: what no unit does: modules without parameters around them, and the loss.
+        tokens: elements of the integer input of one micro-batch, or else its rows.
+        order: the cues between the spans.
+        forward, backward: the spans, one more than cues.
+        inputs: bytes of the batch.
+        buffers: bytes of the model's buffers.
+    """
+
+    units: Mapping[str, UnitWork]
+    rest: UnitWork
+    tokens: int
+    order: Order
+    forward: tuple[Span, ...]
+    backward: tuple[Span, ...]
+    inputs: int
+    buffers: int
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, as MFU counts them: without what is recomputed."""
+        every = (*self.units.values(), self.rest)
+        return sum(u.forward.flops + u.backward.flops - u.recomputed.flops for u in every)
+
+    @property
+    def saved(self) -> int:
+        """Bytes kept from the forward to the backward pass."""
+        return sum(unit.saved for unit in (*self.units.values(), self.rest))

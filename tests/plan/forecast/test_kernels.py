@@ -1,0 +1,64 @@
+"""Single calls of operators: what they compute, and what they move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.plan.forecast.kernels import is_kernel, moved, products
+from shardwise.plan.forecast.work import Product
+from shardwise.torch_internals import flash_attention
+
+aten = torch.ops.aten
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_a_product_is_known_by_its_shapes() -> None:
+    left, right = empty(3, 4), empty(4, 5)
+    assert products(aten.mm.default, (left, right), [empty(3, 5)]) == [Product(3, 5, 4, 1, 4)]
+    biased = products(aten.addmm.default, (empty(5), left, right), [empty(3, 5)])
+    assert biased == [Product(3, 5, 4, 1, 4)]
+    half = torch.bfloat16
+    stacked = (empty(7, 3, 4, dtype=half), empty(7, 4, 5, dtype=half))
+    assert products(aten.bmm.default, stacked, [empty(7, 3, 5)]) == [Product(3, 5, 4, 7, 2)]
+    assert products(aten.add.Tensor, (left, left), [left]) == []
+
+
+def test_a_convolution_is_a_product_over_places() -> None:
+    # [2, 6, 9] with filters [8, 3, 3] in two groups
+    args: list[Any] = [empty(2, 6, 9), empty(8, 3, 3), None, [1], [0], [1], False, [0], 2]
+    found = products(aten.convolution.default, args, [empty(2, 8, 7)])
+    assert found == [Product(2 * 7, 4, 9, 2, 4, "conv")]
+    assert found[0].flops == 2 * (2 * 8 * 7) * 9
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_scores_and_a_mixture(causal: bool) -> None:
+    query, seen = empty(2, 3, 5, 8), empty(2, 3, 7, 8)
+    args = (query, seen, seen, 0.0, causal)
+    assert products(flash_attention.default, args, [query]) == [
+        Product(5, 7, 8, 6, 4, "attention", causal),
+        Product(5, 8, 7, 6, 4, "attention", causal),
+    ]
+
+
+def test_views_and_memory_without_values_run_nothing() -> None:
+    x = empty(4, 6)
+    assert not is_kernel(aten.view.default, [x], [x.view(24)])
+    assert not is_kernel(aten.empty_like.default, [x], [empty(4, 6)])
+    assert is_kernel(aten.relu.default, [x], [empty(4, 6)])
+    assert is_kernel(aten.add_.Tensor, [x, x], [x])
+
+
+def test_bytes_are_those_read_and_written_and_only_rows_of_a_table() -> None:
+    x = empty(4, 6)
+    assert moved(aten.relu.default, [x], [empty(4, 6)]) == 2 * 96
+    assert moved(aten.mul.Tensor, [x, empty(6).expand(4, 6)], [empty(4, 6)]) == 96 + 24 + 96
+    table, ids = empty(1000, 6), empty(4, dtype=torch.int64)
+    assert moved(aten.embedding.default, [table, ids], [x]) == 96 + 32 + 96

@@ -1,0 +1,203 @@
+"""One observed step beside a real one: the same operations, and the same bytes kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardwise as sw
+from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.errors import ScheduleError
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.forecast.work import StepWork
+from shardwise.plan.order import rehearse
+from shardwise.plan.units.selection import checkpointed
+from shardwise.plan.units.units import choose_units
+from shardwise.recipe.model_config import ModelConfig
+from shardwise.setup.recompute import offload, recompute
+from shardwise.train.decoder import Decoder
+from tests.fake import FakeComm
+from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, mostly_frozen
+
+LLAMA = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48)
+IDS = torch.zeros(3, 16, dtype=torch.long)
+NUMBERS = 24  # bytes of numbers of Python that torch makes tensors of, which no mode sees
+EVERY = [None, ActivationCheckpointing(), ActivationCheckpointing(offload=True)]
+
+
+def llama() -> nn.Module:
+    return Decoder(LLAMA, vocabulary=40, context=16)
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    targets = torch.zeros_like(logits[..., 0], dtype=torch.long)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def of_llama(checkpointing: ActivationCheckpointing | None = None) -> StepWork:
+    model = llama()
+    return observe(model, choose_units(model), (IDS,), {}, checkpointing, loss=cross_entropy)
+
+
+def of_net(model: nn.Module, batch: Batch) -> StepWork:
+    *inputs, target = batch
+    on_meta = target.to("meta")
+
+    def of_output(output: Tensor) -> Tensor:
+        return loss(nn.Identity(), (output, on_meta))
+
+    return observe(model, choose_units(model), inputs, {}, loss=of_output)
+
+
+def kept(forward: Callable[[], Tensor]) -> int:
+    """Bytes that are alive after a real forward pass and were not before."""
+    with profile(use_kineto=False, profile_memory=True) as events:
+        held = forward()
+    assert held.requires_grad
+    return sum(event.self_cpu_memory_usage for event in events.function_events)
+
+
+# ---- operations --------------------------------------------------------------------------------
+
+
+def test_the_operations_of_a_llama_are_those_of_the_formula() -> None:
+    tokens, width, hidden, length = 48, 32, 48, 16
+    attended = 2 * 2 * tokens * length * width  # scores, and the mixture of values
+    projections = 2 * tokens * width * (width + 2 * width // 2 + width)
+    mlp = 2 * tokens * width * hidden * 3
+    head = 2 * tokens * width * 40
+    products = 2 * (projections + mlp) + head
+    work = of_llama()
+    assert work.tokens == tokens
+    # Backward, each product has two; of attention the scores are made once more.
+    assert work.flops == 3 * products + 2 * (attended + attended // 2 * 5)
+    block = work.units["model.layers.0"]
+    assert block.forward.flops == projections + mlp + attended
+
+
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_the_operations_of_any_net_are_those_that_torch_counts(net: Net) -> None:
+    model, batch = net.build(), net.batch(0, 2)
+    with FlopCounterMode(display=False) as counter:
+        loss(model, batch).backward()
+    work = of_net(model, batch)
+    assert work.flops == counter.get_total_flops()
+
+
+def test_what_is_recomputed_is_told_apart() -> None:
+    plain, recomputed = of_llama(), of_llama(ActivationCheckpointing())
+    assert plain.flops == recomputed.flops
+    first, again = (work.units["model.layers.1"] for work in (plain, recomputed))
+    assert first.recomputed.kernels == 0
+    # The last product's inputs are there before it is made once more.
+    down = 2 * 48 * 32 * 48
+    assert again.recomputed.flops == first.forward.flops - down
+    assert again.backward.flops == first.backward.flops + again.recomputed.flops
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", EVERY, ids=str)
+def test_the_bytes_kept_are_those_of_a_real_step(
+    checkpointing: ActivationCheckpointing | None,
+) -> None:
+    work, model = of_llama(checkpointing), llama()
+    picked = checkpointed(checkpointing, choose_units(model)) if checkpointing else []
+    for module in picked:
+        module.forward = recompute(module)
+        if checkpointing and checkpointing.offload:
+            module.forward = offload(module, torch.device("cpu"))
+    random_states = len(picked) * torch.get_rng_state().nbytes  # which have no storage on meta
+    in_host = sum(unit.in_host for unit in work.units.values())
+    assert work.saved + in_host == kept(lambda: cross_entropy(model(IDS))) - random_states
+    assert (in_host > 0) is (checkpointing is EVERY[2])
+
+
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_the_bytes_that_any_net_keeps_are_those_of_a_real_step(net: Net) -> None:
+    model, batch = net.build(), net.batch(0, 2)
+    work, real = of_net(model, batch), kept(lambda: loss(model, batch))
+    assert 0 <= real - work.saved <= NUMBERS
+
+
+def test_every_byte_that_is_made_ends_in_the_span_that_uses_it_last() -> None:
+    work = of_llama()
+    assert sum(span.grown for span in (*work.forward, *work.backward)) == 0
+    assert sum(span.grown for span in work.forward) == work.saved
+    assert all(span.peak >= max(span.grown, 0) for span in (*work.forward, *work.backward))
+    blocks = [span for span in work.backward if span.unit == "model.layers.1"]
+    assert [-span.grown for span in blocks] == [work.units["model.layers.1"].saved]
+
+
+def test_cues_are_those_of_a_rehearsal() -> None:
+    model = llama()
+    units = choose_units(model)
+    assert of_llama().order == rehearse(model, units, (IDS,), {})
+
+
+def test_narrow_parameters_make_narrow_activations() -> None:
+    model, precision = decoder(), sw.Precision(param_dtype=torch.bfloat16)
+    ids, _ = decoder_batch(0, 2)
+    wide, narrow = (
+        observe(model, choose_units(model), (ids,), {}, None, given)
+        for given in (sw.Precision(), precision)
+    )
+    block = "blocks.0"
+    assert narrow.units[block].output * 2 == wide.units[block].output
+    assert narrow.units[block].saved < 0.6 * wide.units[block].saved
+
+
+def test_frozen_parameters_keep_less_and_have_fewer_products() -> None:
+    ids, _ = decoder_batch(0, 2)
+    model = mostly_frozen()
+    lora = observe(model, choose_units(model), (ids,), {})
+    assert lora.units["blocks.1"].backward.flops < 2 * lora.units["blocks.1"].forward.flops
+
+
+# ---- the model ---------------------------------------------------------------------------------
+
+
+def test_a_sharded_model_is_observed_whole_and_stays_as_it_is() -> None:
+    ids, _ = decoder_batch(0, 2)
+    model = decoder()
+    units = choose_units(model)
+    plain = observe(model, units, (ids,), {}, ActivationCheckpointing())
+    sharded = sw.shard(model, comm=FakeComm(1, 4))
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with sharded._detached():
+        assert observe(model, sharded.units, (ids,), {}, ActivationCheckpointing()) == plain
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(param.grad is None for param in after.values())
+    assert "forward" not in vars(model.get_submodule("blocks.0"))
+
+
+class Looks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def test_a_model_that_looks_at_values_cannot_be_observed() -> None:
+    model = Looks(4, 4)
+    with pytest.raises(ScheduleError, match=r"depends on values.* Run a step: it shows"):
+        observe(model, choose_units(model), (torch.ones(2, 4),), {})
+
+
+def test_models_of_transformers_bring_their_loss() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=40, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    batch = {"input_ids": IDS, "labels": IDS}
+    work = observe(model, choose_units(model), (), batch)
+    assert work.flops == of_llama().flops
+    assert work.saved == kept(lambda: model(**batch).loss)
