@@ -2,6 +2,8 @@
 
     clocks       streams and events; what a stream has been given and has not done
     accesses     who reads, writes and frees which memory, and what it has not waited for
+    allocator    memory as torch's allocator rounds it
+    overlap      collectives, and the units that are computed beside them
     device       the modes and stand-ins under which a program runs as if on a device
     collectives  a vendor's group of which one rank is there; it writes late
     programs     small training runs, and what they are compared with

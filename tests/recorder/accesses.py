@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, UntypedStorage
 
 from shardwise.torch_internals import storage_key
+from tests.recorder.allocator import Allocator, Block
 from tests.recorder.clocks import Stamp, Stream
 
 __all__ = ["Accesses", "Life"]
@@ -27,6 +28,7 @@ class Life:
     written: Stamp | None = None  # last
     reads: dict[str, Stamp] = field(default_factory=dict)  # the last of each stream since then
     nbytes: int = 0
+    block: Block | None = None  # of the device's memory
 
     def earlier(self) -> list[Stamp]:
         return [*([self.written] if self.written else []), *self.reads.values()]
@@ -36,7 +38,7 @@ class Accesses:
     """Every storage's life, and the faults."""
 
     def __init__(self, compute: Stream) -> None:
-        self.compute = compute
+        self.compute, self.allocator = compute, Allocator()
         self.lives: dict[int, Life] = {}
         self.faults: list[str] = []
         self.ends = False
@@ -57,9 +59,25 @@ class Accesses:
         self._track(storage_key(tensor), tensor.untyped_storage(), Life(home, is_host, stamp))
 
     def _track(self, key: int, storage: UntypedStorage, life: Life) -> None:
-        life.nbytes = storage.nbytes()
         self.lives[key] = life
+        self._allocate(life, storage.nbytes())
         weakref.finalize(storage, self._dies, key, life).atexit = False
+
+    def _allocate(self, life: Life, nbytes: int) -> None:
+        life.nbytes = nbytes
+        if nbytes and not life.is_host:
+            life.block = self.allocator.allocate(nbytes, life.home.name)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Memory of the host was asked for that copies may use."""
+        nbytes, pin = tensor.nbytes, self.allocator.pin
+        pin(nbytes)
+        weakref.finalize(tensor.untyped_storage(), pin, -nbytes).atexit = False
+
+    def _free(self, life: Life) -> None:
+        if life.block is not None:
+            self.allocator.free(life.block)
+            life.block = None
 
     def read(self, tensor: Tensor, stream: Stream, stamp: Stamp) -> None:
         life = self.of(tensor)
@@ -76,7 +94,7 @@ class Accesses:
                 self._fault("writes", stamp, life, other)
         life.written, life.reads = stamp, {}
 
-    def resize(self, storage: UntypedStorage, stream: Stream) -> None:
+    def resize(self, storage: UntypedStorage, nbytes: int, stream: Stream) -> None:
         """``resize_`` is called: a life ends, and another one begins, perhaps."""
         life = self.lives.get(storage._cdata)
         if life is None:
@@ -85,10 +103,13 @@ class Accesses:
         if storage.nbytes():
             self._end(life)
         life.home, life.written, life.reads = stream, stream.stamp("refill"), {}
+        self._free(life)
+        self._allocate(life, nbytes)
 
     def _dies(self, key: int, life: Life) -> None:
         if self.lives.get(key) is life:
             del self.lives[key]
+        self._free(life)
         if not life.is_host:  # which torch keeps until copies have ended
             self._end(life)
 

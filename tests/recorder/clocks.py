@@ -54,6 +54,7 @@ class Stream:
     def __init__(self, name: str = "", waits: bool = True, host: Stream | None = None) -> None:
         self.name = f"{name or 'stream'} {next(_numbers)}"
         self.clock, self.waits, self.host = Clock(), waits, host
+        self.awaited = list[str]()  # by the host: what made it wait
         self._queue: deque[Callable[[], None]] = deque()
         self._given = self._done = 0
 
@@ -131,7 +132,9 @@ class Event:
         """Has the stream done what was given to it by then? The watchdog's thread may ask."""
         return self.stream.has_done(self.position)
 
-    def synchronize(self) -> None:
+    def synchronize(self, what: str = "synchronize") -> None:
+        """The host waits for it; ``what`` makes it wait."""
         self.reached()
         if self.stream.host is not None:
             self.stream.host.clock.join(self.clock)
+            self.stream.host.awaited.append(what)

@@ -54,7 +54,7 @@ class LateGroup:
     size: int
 
     def __post_init__(self) -> None:
-        self.stream = Stream(f"group of {self.size}", host=self.device.host)
+        self.stream = Stream(f"group of {self.size}", self.device.is_late, self.device.host)
         self.device.streams.append(self.stream)
 
     def abort(self) -> None:
@@ -67,6 +67,7 @@ class LateGroup:
         accesses = self.device.accesses
         self.stream.wait_stream(self.device.current_stream())
         stamp = self.stream.stamp(name)
+        self.device.overlap.issue(name, self.size, max(out.nbytes, full.nbytes), stamp)
         accesses.read(full, self.stream, stamp)
         accesses.write(out, self.stream, stamp)
         sent = list[Tensor]()  # as it is when the stream comes to it

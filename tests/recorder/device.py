@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.torch_internals import tree_leaves, tree_map
 from tests.recorder.accesses import Accesses
 from tests.recorder.clocks import DEVICE, Stream
+from tests.recorder.overlap import Overlap
 
 __all__ = ["Device", "Values", "later"]
 
@@ -37,6 +38,8 @@ FACTORIES = {
 #: After these the host has a value, so it has waited.
 VALUES = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
 COPIES = {"aten::copy_", "aten::_to_copy"}
+#: They take memory and compute nothing.
+ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_like", "aten::empty_strided"}
 
 
 class Device:
@@ -56,12 +59,18 @@ class Device:
             self.compute = Stream("the user's", waits=False, host=self.host)
         self.accesses = Accesses(self.compute)
         self.streams = list[Stream]()
-        self.waits = list[str]()  # of the host for the device
+        self.launches = 0
+        self.overlap = Overlap(self.compute)
         self._current = threading.local()
 
     @property
     def faults(self) -> list[str]:
         return self.accesses.faults
+
+    @property
+    def waits(self) -> list[str]:
+        """Of the host for the device."""
+        return self.host.awaited
 
     def current_stream(self, _: object = None) -> Stream:
         return getattr(self._current, "stream", self.compute)
@@ -85,7 +94,7 @@ class Device:
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            self.accesses.resize(storage, self.current_stream())
+            self.accesses.resize(storage, nbytes, self.current_stream())
             return resize(storage, nbytes)
 
         run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -113,8 +122,7 @@ class Device:
 
     def wait(self, what: str) -> None:
         """The host waits for the current stream."""
-        self.waits.append(what)
-        self.current_stream().synchronize()
+        self.current_stream().record_event().synchronize(what)
 
 
 def later(
@@ -158,14 +166,16 @@ class _Asked(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.device.__get__:
+        if func == Tensor.device.__get__:  # another object each time
             asks = sys._getframe(1).f_globals.get("__name__", "")
             ours = asks.startswith("shardwise") and not self.device.accesses.is_host(args[0])
             return DEVICE if ours and not args[0].is_meta else func(*args)
         if func in (Tensor.tolist, Tensor.numpy) and not self.device.accesses.is_host(args[0]):
             self.device.wait(func.__name__)
         if func is Tensor.pin_memory:
-            return args[0].clone()
+            result = args[0].clone()
+            self.device.accesses.pin(result)
+            return result
         on = CPU if func in FACTORIES else None
         on = _named(func, args, kwargs) or on
         pinned = kwargs.pop("pin_memory", False)
@@ -176,7 +186,10 @@ class _Asked(TorchFunctionMode):
         moved = args[0] if func in (Tensor.to, Tensor.cpu) else None
         with _hint(wanted):
             if moved is None or moved.is_meta:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if pinned:
+                    self.device.accesses.pin(result)
+                return result
             if self.device.accesses.is_host(moved) is (wanted == "host"):
                 return func(*args, **kwargs) if func is Tensor.to else moved
             dtypes = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
@@ -246,6 +259,7 @@ class _Issued(TorchDispatchMode):
         if name == "aten::_to_copy" and getattr(_hints, "where", "") == "device":
             by_host = False
         stream = device.host if by_host else device.current_stream()
+        device.launches += not by_host and name not in ALLOCATIONS
         stamp = stream.stamp(name)
         positions, names = _writes(func)
         given = [*zip(args, positions, strict=False), *((kwargs[k], names.get(k)) for k in kwargs)]
@@ -261,15 +275,22 @@ class _Issued(TorchDispatchMode):
             result = _postponed(stream, func, args, kwargs, written)
         old = {id(t.untyped_storage()) for t in tensors}
         for tensor in _tensors(result):
-            if id(tensor.untyped_storage()) not in old:
+            if id(tensor.untyped_storage()) not in old and not tensor.is_meta:
                 host = here if name == "aten::_to_copy" or not tensors else by_host
                 accesses.begin(tensor, stream, host, stamp)
+        self._keep(stream, [*tensors, *_tensors(result)])
         crosses = len(set(on_host)) > 1 or (name == "aten::_to_copy" and here)
         if not by_host and (
             name in VALUES or (name in COPIES and crosses and _blocks(args, kwargs))
         ):
             device.wait(name)
         return result
+
+    def _keep(self, stream: Stream, tensors: list[Tensor]) -> None:
+        """Memory of a late stream's own is used again only by what follows there."""
+        if stream.waits:
+            ours = [tensor for tensor in tensors if self.device.accesses.of(tensor).home is stream]
+            stream.give(ours.clear)
 
 
 def _tensors(value: Any) -> list[Tensor]:
