@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import failpoints, writer
+from shardwise.checkpoint import failpoints, save_plan, writer
 from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.plan import FilePlan
 from shardwise.checkpoint.run_folder import check_complete
@@ -484,6 +485,17 @@ def test_ranks_begin_with_different_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert written[0][0] == "model.safetensors"
     assert written[1][0] == "training/optimizer.safetensors"
     assert {*written[0]} == {*written[1]}
+
+
+def test_optimizer_state_is_split_so_that_ranks_write_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_plan, "SMALL", 1 << 12)
+    saved(DECODER, 2, tmp_path / "step-2")
+    assert (tmp_path / "step-2" / "model.safetensors").is_file()
+    files = [*(tmp_path / "step-2" / "training").glob("optimizer-*.safetensors")]
+    assert save_plan.FILES <= len(files) <= 2 * save_plan.FILES
+    assert {"exp_avg/embed.weight", "exp_avg_sq/embed.weight"} < set().union(*map(load_file, files))
 
 
 def test_a_file_system_that_keeps_one_host_s_bytes_is_found_out(

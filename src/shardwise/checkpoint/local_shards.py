@@ -8,14 +8,14 @@ strategy, number of ranks or choice of units is nothing but other ranges.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import Tensor, nn
 
 from shardwise.checkpoint.plan import Entry, Held
-from shardwise.checkpoint.safetensors_format import bytes_of, code_of
+from shardwise.checkpoint.safetensors_format import code_of
 from shardwise.checkpoint.wrappers import bare_names
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
@@ -38,11 +38,6 @@ class LocalShard:
     entry: Entry
     value: Tensor
     start: int
-
-    @property
-    def data(self) -> Tensor:
-        """The bytes of ``value``, ``[bytes]`` uint8, where they lie."""
-        return bytes_of(self.value)
 
     def clone(self) -> LocalShard:
         """The same, of the value as it is now."""
@@ -112,14 +107,16 @@ def _held(layout: Layout, slot: Slot, shards: int, copies: int) -> tuple[Held, .
     return tuple(Held(*layout.owned(slot, part), ranks(part)) for part in layout.owners(slot))
 
 
-def weights(buckets: Sequence[Bucket], model: nn.Module) -> tuple[list[LocalShard], dict[str, str]]:
+def weights(
+    params: Iterable[ParamShard], model: nn.Module
+) -> tuple[list[LocalShard], dict[str, str]]:
     """Parameters and persistent buffers, each once; and further names → the name it is stored by.
 
     What is whole on every rank is stored as rank 0 has it.
     """
     shards: list[LocalShard] = []
     aliases: dict[str, str] = {}
-    for shard in param_shards(buckets, model):
+    for shard in params:
         shards.append(shard.stored_as(shard.member.name, shard.value))
         aliases |= dict.fromkeys(shard.member.aliases[1:], shard.member.name)
     for names, buffer in held_whole(model):

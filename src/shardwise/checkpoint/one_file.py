@@ -28,19 +28,12 @@ from shardwise.checkpoint.collectives import (
 )
 from shardwise.checkpoint.disk import explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
-from shardwise.checkpoint.local_shards import LocalShard, weights
+from shardwise.checkpoint.local_shards import LocalShard, param_shards, weights
 from shardwise.checkpoint.plan import block_size, plan_files
 from shardwise.checkpoint.save_plan import MODEL, SavePlan
-from shardwise.checkpoint.segments import Segments, exchange_edges, gathered
+from shardwise.checkpoint.segments import Segments, exchange_edges
 from shardwise.checkpoint.state_dict import StateDict, model_state
-from shardwise.checkpoint.writer import (
-    Part,
-    allocate,
-    check_hosts,
-    check_parts,
-    write_header,
-    write_part,
-)
+from shardwise.checkpoint.writer import Part, allocate, check_hosts, check_parts, write_header
 from shardwise.errors import CheckpointError
 from shardwise.optim.sharded_model import ShardedModel
 
@@ -101,10 +94,7 @@ def _by_ranges(sharded: ShardedModel, final: Path, wanted: Wanted) -> tuple[int,
         run_on_rank_0(comm, "making a file", lambda: _allocate(folder, contents))
         if shared:
             exchange_edges(comm, contents.segments)
-        chunks = contents.chunks(comm) if shared else gathered(comm, contents.segments)
-        part = write_part(folder, comm.rank, contents.total(comm.rank), chunks)
-        parts = [Part.decode(some) for some in all_gather_object(comm, part, "parts of a file")]
-        check_parts(parts)
+        check_parts(parts := contents.write(comm, folder, not shared))
         run_on_rank_0(comm, "publishing", lambda: _publish(folder, final, contents, parts))
     finally:
         if comm.rank == 0:
@@ -114,7 +104,7 @@ def _by_ranges(sharded: ShardedModel, final: Path, wanted: Wanted) -> tuple[int,
 
 def _plan(sharded: ShardedModel, wanted: Wanted, one_writer: bool) -> SavePlan:
     """One file; of the names of a tied tensor it has the first that is wanted."""
-    shards, aliases = weights(sharded.buckets, sharded.model)
+    shards, aliases = weights(param_shards(sharded.buckets, sharded.model), sharded.model)
     names = {shard.entry.name: [shard.entry.name] for shard in shards}
     for alias, name in aliases.items():
         names[name].append(alias)

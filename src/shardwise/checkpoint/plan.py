@@ -83,7 +83,7 @@ class Entry:
         return prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FilePlan:
     """One file before it is written.
 
@@ -194,10 +194,11 @@ def _without_collection() -> Iterator[None]:
 def index_files(plans: Mapping[str, Sequence[FilePlan]]) -> dict[str, bytes]:
     """``model.safetensors.index.json``, as Hugging Face libraries read it, for several files."""
     several = {stem: files for stem, files in plans.items() if len(files) > 1}
-    return {f"{place_of(stem)}{INDEX}": _index(files) for stem, files in several.items()}
+    return {f"{place_of(stem)}{INDEX}": _index(*files) for stem, files in several.items()}
 
 
-def _index(files: Sequence[FilePlan]) -> bytes:
+@lru_cache(maxsize=8)
+def _index(*files: FilePlan) -> bytes:
     weights = {name: file.name.rpartition("/")[2] for file in files for name in file.tensors}
     total = sum(s.stop - s.start for file in files for s in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}

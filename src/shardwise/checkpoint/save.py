@@ -21,12 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import training_state
-from shardwise.checkpoint.collectives import (
-    all_gather_object,
-    broadcast_object,
-    check_same_on_all,
-    raise_on_all,
-)
+from shardwise.checkpoint.collectives import broadcast_object, check_same_on_all, raise_on_all
 from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.folder import (
@@ -42,9 +37,9 @@ from shardwise.checkpoint.publish import publish_files
 from shardwise.checkpoint.recognise import LATEST, is_ours, step_of
 from shardwise.checkpoint.run_folder import Retention, apply_retention
 from shardwise.checkpoint.save_plan import SavePlan, plan_save
-from shardwise.checkpoint.segments import exchange_edges, gathered
+from shardwise.checkpoint.segments import exchange_edges
 from shardwise.checkpoint.training_state import Training
-from shardwise.checkpoint.writer import Part, allocate, check_parts, write_part
+from shardwise.checkpoint.writer import Part, allocate, check_parts
 from shardwise.errors import CheckpointError
 from shardwise.optim.sharded_model import ShardedModel
 
@@ -75,11 +70,7 @@ def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
     comm = sharded.comm
     task = begin(sharded, request)
     try:
-        contents = task.contents
-        is_full = request.options.kind == "full"
-        chunks = gathered(comm, contents.segments) if is_full else contents.chunks(comm)
-        part = write_part(task.folder, comm.rank, contents.total(comm.rank), chunks)
-        parts = [Part.decode(some) for some in all_gather_object(comm, part, "parts of a save")]
+        parts = task.contents.write(comm, task.folder, request.options.kind == "full")
         removed = raise_on_all(comm, "publishing", lambda: finish(task, parts))
     except BaseException:
         give_up(task)

@@ -11,10 +11,10 @@ training/                where a reader that takes every *.safetensors of the fo
 from __future__ import annotations
 
 import json
-from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,9 +32,10 @@ from shardwise.checkpoint.optimizer_state import Named, facts_of, optimizer_shar
 from shardwise.checkpoint.options import Part, SaveRequest
 from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files
 from shardwise.checkpoint.safetensors_format import bytes_of, is_plain
-from shardwise.checkpoint.segments import Segments
+from shardwise.checkpoint.segments import Segments, gathered
 from shardwise.checkpoint.wrappers import bare_names
-from shardwise.checkpoint.writer import Chunk
+from shardwise.checkpoint.writer import Chunk, write_part
+from shardwise.checkpoint.writer import Part as Written
 from shardwise.comm.protocol import Comm
 from shardwise.config.precision import dtype_name
 from shardwise.errors import CheckpointError, ScheduleError
@@ -42,6 +43,8 @@ from shardwise.memory.parameters import Bucket
 from shardwise.optim.sharded_model import ShardedModel
 
 MODEL, OPTIMIZER, RANKS, REST = "model", "optimizer", "ranks", "rest"
+FILES, SMALL = 8, 64 << 20
+"""Optimizer state is in so many files, that ranks write at once, but of so many bytes at least."""
 RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with
 
 
@@ -69,11 +72,19 @@ class SavePlan:
         Ranks begin with different files: the kernel lets one of them at a time write to a file.
         """
         files = list(zip(self.files, self.segments, strict=True))
-        ends = [*accumulate(file.size for file in self.files)]
-        first = bisect(ends, comm.rank * self.nbytes // comm.size)
+        starts, ours = [0], comm.rank * self.nbytes // comm.size
+        starts += accumulate(file.size for file in self.files[:-1])
+        first = min(range(len(starts)), key=lambda k: abs(starts[k] - ours))
         for file, segments in files[first:] + files[:first]:
             for start, stop in file.chunks(comm.rank):
                 yield Chunk(file.name, start, stop, tuple(segments.between(start, stop)))
+
+    def write(self, comm: Comm, folder: Path, one_writer: bool) -> list[Written]:
+        """Write all files there, and return what each rank wrote. A collective."""
+        chunks = gathered(comm, self.segments) if one_writer else self.chunks(comm)
+        part = write_part(folder, comm.rank, self.total(comm.rank), chunks)
+        parts = all_gather_object(comm, part, "parts of a save")
+        return [Written.decode(some) for some in parts]
 
     def total(self, rank: int) -> int:
         """Bytes that ``rank`` writes."""
@@ -125,7 +136,10 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
     for stem, group in groups.items():
         by_name = {shard.entry.name: shard for shard in group}
         entries, is_gathered = [shard.entry for shard in group], options.kind == "full"
-        plans[stem] = plan_files(stem, entries, options.max_file_size, is_gathered, block)
+        limit = options.max_file_size
+        if stem == OPTIMIZER:
+            limit = min(limit, max(SMALL, sum(entry.nbytes for entry in entries) // FILES))
+        plans[stem] = plan_files(stem, entries, limit, is_gathered, block)
         segments += [Segments(plan, by_name) for plan in plans[stem]]
     small |= index_files(plans)
     alike = facts_of(local_state.groups.get(OPTIMIZER, ()), local_state.records)
@@ -135,7 +149,8 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
 
 def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     options = request.options
-    shards, aliases = weights(sharded.buckets, sharded.model)
+    params = param_shards(sharded.buckets, sharded.model)
+    shards, aliases = weights(params, sharded.model)
     if (wanted := options.names) is not None:
         shards = [shard for shard in shards if wanted(shard.entry.name)]
         aliases = {alias: name for alias, name in aliases.items() if wanted(name)}
@@ -150,9 +165,7 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     if request.training is None:
         return _LocalState(groups, aliases, small, (), {})
     _check_reduced(sharded.buckets)
-    groups[OPTIMIZER], records = optimizer_shards(
-        request.optimizers, Named(param_shards(sharded.buckets, sharded.model))
-    )
+    groups[OPTIMIZER], records = optimizer_shards(request.optimizers, Named(params))
     own = {
         RNG + name: value for name, value in training_state.capture_rng(sharded.comm.device).items()
     }

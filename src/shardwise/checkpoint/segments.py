@@ -10,15 +10,15 @@ import copy
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.local_shards import LocalShard
 from shardwise.checkpoint.plan import FilePlan, Move, cut_at_blocks
-from shardwise.checkpoint.safetensors_format import dtype_of
+from shardwise.checkpoint.safetensors_format import bytes_of, dtype_of
 from shardwise.checkpoint.writer import Chunk, copy_pieces
 from shardwise.comm.protocol import Comm, Label
 
@@ -26,10 +26,16 @@ ROUND = 16 << 20
 """Bytes of edges that are sent around at once, over all ranks."""
 
 
-class _Segment(NamedTuple):
+@dataclass
+class _Segment:
     start: int
     stop: int
-    data: Tensor  # [stop - start] uint8, on any device
+    value: Tensor  # of these bytes, on any device
+
+    @cached_property
+    def data(self) -> Tensor:
+        """``[stop - start]`` uint8, which whoever writes them makes: a save is planned without."""
+        return bytes_of(self.value)
 
 
 class Segments:
@@ -60,8 +66,8 @@ def _held(plan: FilePlan, shards: Mapping[str, LocalShard]) -> Iterator[_Segment
     for name, stored in plan.tensors.items():
         shard = shards[name]
         start = stored.start + shard.start * dtype_of(stored.dtype).itemsize
-        if len(data := shard.data):
-            yield _Segment(start, start + len(data), data)
+        if nbytes := shard.value.nbytes:
+            yield _Segment(start, start + nbytes, shard.value)
 
 
 def exchange_edges(comm: Comm, files: Sequence[Segments]) -> None:
