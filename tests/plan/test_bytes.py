@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.plan.bytes import OPTIMIZERS, Kept, table_of
+from shardwise.plan.bytes import Kept, table_of
+from shardwise.plan.forecast.memory import OPTIMIZERS
 from tests.fake import FakeComm
 from tests.nets import NETS, Net, loss
 from tests.ranks import run_threads

@@ -9,23 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.config.checkpointing import NamedUnits
-from shardwise.config.options import blocks
 from shardwise.config.strategies import PRESETS, STRATEGIES, placement_of
 from shardwise.plan import order
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.draw import draw, mesh_of
+from shardwise.plan.forecast.holdings import Kind
+from shardwise.plan.forecast.memory import forecast, state_nbytes
 from shardwise.plan.schedule.events import Event, Op
 from shardwise.plan.spec import BucketSpec
-
-OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
-"""Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
-LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 
 
 @dataclass(frozen=True)
@@ -104,13 +100,12 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
     shards = blueprint.parameters
     parameters, gradients, state = [0, 0], [0, 0], [0, 0]  # on the device, in host memory
     for spec in blueprint.buckets:
-        own = [(slot.numel, shards[slot.name]) for slot in spec.slots]
-        nbytes = sum(shard.nbytes for _, shard in own)
+        nbytes = sum(shards[slot.name].nbytes for slot in spec.slots)
         parameters[spec.in_host] += nbytes
         gradients[spec.in_host] += nbytes * spec.trainable
-        size = sum(_state_nbytes(optimizer, numel, shard) for numel, shard in own)
-        state[spec.in_host] += size * spec.trainable
-    schedule = blueprint.schedule(order.guess(model, blueprint.units.unit_names))
+        state[spec.in_host] += state_nbytes(spec, shards, optimizer)
+    guess = order.guess(model, blueprint.units.unit_names)
+    schedule, memory = blueprint.schedule(guess), forecast(blueprint, guess)
     return Kept(
         strategy=blueprint.placement.name,
         parameters=parameters[0],
@@ -119,20 +114,11 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
         in_host=parameters[1] + gradients[1] + state[1],
         joined=sum(_joined(spec) for spec in blueprint.buckets),
         padding=sum(spec.rest_nbytes for spec in blueprint.buckets) - sum(parameters),
-        gathered=_most_gathered(schedule.events, blueprint),
-        buckets=_most_collected(schedule.events, blueprint),
+        gathered=memory.most[Kind.GATHERED],
+        buckets=memory.most[Kind.BUCKETS],
         sent=sum(schedule.sent(event) for event in schedule.events),
         calls=_calls(schedule.events, blueprint),
     )
-
-
-def _state_nbytes(optimizer: str, numel: int, shard: Tensor) -> int:
-    """Bytes of one rank's part of ``numel`` elements; without what all have in common."""
-    if optimizer == "adamw_8bit":  # codes, and a scale in float32 for each block; or float32
-        part = shard.numel()
-        return 2 * (part + 4 * blocks(part) if numel >= LEAST_8_BITS else 4 * part)
-    copies, more = OPTIMIZERS[optimizer]
-    return copies * shard.nbytes + more
 
 
 def _joined(spec: BucketSpec) -> int:
@@ -142,28 +128,6 @@ def _joined(spec: BucketSpec) -> int:
     nbytes = spec.layout.numel // spec.shard.size * spec.staged.itemsize
     is_piece = not spec.in_host and spec.dtypes.stored is spec.dtypes.param
     return nbytes - (spec.rest_nbytes if is_piece else 0)
-
-
-def _most_gathered(events: Sequence[Event], blueprint: Blueprint) -> int:
-    """Bytes of the full buckets that exist at most at a time, besides what is kept."""
-    nbytes = blueprint.nbytes
-    if blueprint.placement.resident and blueprint.placement.splits:
-        shards = sum(spec.rest_nbytes for spec in blueprint.buckets if spec.allocation.aliased)
-        return sum(unit.gathered for unit in nbytes.values()) - shards  # slices of full buckets
-    gathered = most = 0
-    for event in events:
-        if event.op is Op.GATHER:
-            gathered += nbytes[event.unit].gathered
-        elif event.op is Op.FREE:
-            gathered -= nbytes[event.unit].gathered
-        most = max(most, gathered)
-    return most
-
-
-def _most_collected(events: Sequence[Event], blueprint: Blueprint) -> int:
-    """Bytes of the gradient buckets that exist at most at a time: one travels, one is written."""
-    nbytes = [blueprint.nbytes[event.unit].gradients for event in events if event.op is Op.REDUCE]
-    return max(map(sum, pairwise([0, *nbytes])), default=0)
 
 
 def _calls(events: Sequence[Event], blueprint: Blueprint) -> dict[str, int]:

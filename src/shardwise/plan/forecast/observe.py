@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,17 @@ from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.precision import Precision
 from shardwise.plan.forecast.recording import Recording
 from shardwise.plan.forecast.work import StepWork
-from shardwise.plan.order import mirror, on_meta, without_values
-from shardwise.plan.schedule.events import Cue, Op, Order, Phase
+from shardwise.plan.order import on_meta, without_values
+from shardwise.plan.schedule.events import Cue, Op, Phase
 from shardwise.plan.units.selection import checkpointed
-from shardwise.plan.units.units import Units
-from shardwise.torch_internals import flash_attention, storage_key, tree_leaves, tree_map_only
+from shardwise.plan.units.units import Member, Unit, Units
+from shardwise.torch_internals import (
+    flash_attention,
+    parameters_of,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 
 Loss = Callable[[Any], Tensor]
 
@@ -62,11 +68,12 @@ def observe(
     """
     empty = on_meta(model, units, precision)
     state = {f"model.{name}": tensor for name, tensor in empty.items()}
-    called = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
-    batch = [leaf for leaf in tree_leaves(called) if isinstance(leaf, Tensor)]
+    given = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
+    batch = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
     recording = Recording([*state.values(), *batch])
-    for leaf in {leaf for leaf in state.values() if leaf.requires_grad}:
-        leaf.register_post_accumulate_grad_hook(_let_go)
+    for unit in units:
+        for member in unit.members:
+            _collect(state[f"model.{member.name}"], unit.name, recording)
     with (
         _forwards(_recomputed(units, checkpointing, recording)),
         _cues(model, units, precision, recording),
@@ -75,16 +82,19 @@ def observe(
         recording,
     ):
         step = _Step(model, loss, recording)
-        torch.func.functional_call(step, state, *called, tie_weights=False)
-    cues = tuple(recording.cues)
-    forward, backward = recording.finish()
+        torch.func.functional_call(step, state, *given, tie_weights=False)
+    order, forward, backward = recording.finish()
     return StepWork(
-        {unit: recording.work_of(unit) for unit in dict.fromkeys(cue.unit for cue in cues)},
+        {
+            unit: recording.work_of(unit)
+            for unit in dict.fromkeys(cue.unit for cue in order.forward)
+        },
         rest=recording.work_of(None),
         tokens=_tokens(batch),
-        order=Order(cues, mirror(cues)),
+        order=order,
         forward=forward,
         backward=backward,
+        first_gradients=recording.first_gradients,
         inputs=sum({storage_key(t): t.untyped_storage().nbytes() for t in batch}.values()),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
     )
@@ -103,9 +113,9 @@ class _Step(nn.Module):
         loss.backward()
 
 
-def _let_go(param: Tensor) -> None:
-    """Gradients go to their bucket as soon as they are there."""
-    param.grad = None
+def _collect(leaf: Tensor, unit: str, recording: Recording) -> None:
+    if leaf.requires_grad:
+        leaf.register_post_accumulate_grad_hook(partial(recording.take_gradient, unit))
 
 
 def _tokens(batch: Sequence[Tensor]) -> int:
@@ -118,17 +128,17 @@ def _cues(
     model: nn.Module, units: Units, precision: Precision, recording: Recording
 ) -> Iterator[None]:
     """Tell ``recording`` of each call of a unit, and cast its inputs as the engine does."""
-    names, handles = units.unit_names, []
+    of_module, handles = {module: unit for unit in units for module in unit.modules}, []
     for path, module in model.named_modules():
         dtype = precision.of_inputs(path)
-        if module in names:
-            enter = partial(_enter, recording, names[module])
-            leave = partial(_leave, recording, names[module])
+        if module in of_module:
+            enter = partial(_enter, recording, of_module[module], precision)
+            leave = partial(_leave, recording, of_module[module].name)
             handles += [module.register_forward_pre_hook(enter)]
             handles += [module.register_forward_hook(leave)]
-        if dtype is not None and (module in names or module is model):
-            cast = partial(_cast_inputs, dtype)
-            handles += [module.register_forward_pre_hook(cast, with_kwargs=True)]
+        if dtype is not None and (module in of_module or module is model):
+            casts = partial(_cast_inputs, dtype)
+            handles += [module.register_forward_pre_hook(casts, with_kwargs=True)]
     if precision.output_dtype is not None:
         handles += [model.register_forward_hook(partial(_cast_output, precision.output_dtype))]
     try:
@@ -138,8 +148,27 @@ def _cues(
             handle.remove()
 
 
-def _enter(recording: Recording, unit: str, *_: object) -> None:
-    recording.cue(Cue(Op.ENTER, unit, Phase.FORWARD))
+def _enter(recording: Recording, unit: Unit, precision: Precision, *_: object) -> None:
+    recording.cue(Cue(Op.ENTER, unit.name, Phase.FORWARD))
+    for member in unit.members:
+        param = member.param
+        dtypes = precision.of(param.dtype, param.requires_grad, precision.keeps(member.name))
+        if dtypes.stored is not dtypes.param:
+            _bind_anew(member, unit.name, recording)
+
+
+def _bind_anew(member: Member, unit: str, recording: Recording) -> None:
+    """Give a parameter that is cast a node of its own in each call, as the engine does.
+
+    So autograd does not wait for the gradients of all calls to add them up.
+    """
+    module, name = member.owners[0]
+    leaf = parameters_of(module)[name]
+    assert leaf is not None
+    anew = leaf.detach().requires_grad_(leaf.requires_grad)
+    _collect(anew, unit, recording)
+    for module, name in member.owners:
+        parameters_of(module)[name] = cast("nn.Parameter", anew)
 
 
 def _leave(recording: Recording, unit: str, _: nn.Module, __: Any, output: Any) -> None:

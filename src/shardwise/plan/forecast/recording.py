@@ -20,7 +20,8 @@ from torch import Tensor
 
 from shardwise.plan.forecast.kernels import is_kernel, moved, products
 from shardwise.plan.forecast.work import Pass, Product, Span, UnitWork
-from shardwise.plan.schedule.events import Cue, Op
+from shardwise.plan.order import mirror
+from shardwise.plan.schedule.events import Cue, Op, Order
 from shardwise.torch_internals import (
     TorchDispatchMode,
     current_node,
@@ -71,6 +72,10 @@ class _Span:
     kernels: _Kernels = field(default_factory=_Kernels)
     repeated: _Kernels = field(default_factory=_Kernels)
 
+    def until(self, following: _Span) -> Span:
+        grown, in_host = following.alive - self.alive, following.in_host - self.in_host
+        return Span(self.unit, grown, self.peak - self.alive, in_host)
+
 
 class Recording(TorchDispatchMode):
     """Notes, while it is entered, kernels and storages.
@@ -89,7 +94,9 @@ class Recording(TorchDispatchMode):
         self._outputs = _Bytes()
         self._forward, self._backward = [_Span(None, 0, 0, 0)], list[_Span]()
         self._first_nodes = [next_sequence_number()]  # of each span of the forward pass
-        self._calls: list[str | None] = [None]  # units whose calls are under way
+        self._calls: list[tuple[str | None, int]] = [(None, 0)]  # under way: unit, number of cue
+        self._comes_back: list[bool] = []  # for each cue: does the call have a backward pass?
+        self.first_gradients: dict[str, int] = {}  # by unit: the number of the backward span
 
     # ---- the step as it goes on ----------------------------------------------------------------
 
@@ -98,14 +105,17 @@ class Recording(TorchDispatchMode):
         if self._backward:
             return
         self.cues.append(cue)
+        self._comes_back.append(False)
         if cue.op is Op.ENTER:
-            self._calls.append(cue.unit)
+            self._calls.append((cue.unit, len(self.cues) - 1))
         else:
-            self._calls.pop()
+            _, entered = self._calls.pop()
+            comes = _has_nodes(output, self._first_nodes[entered])
+            self._comes_back[entered] = self._comes_back[-1] = comes
             made = {storage_key(t): t for t in _tensors(output) if not self.holds(t)}
             self._outputs[cue.unit] += sum(t.untyped_storage().nbytes() for t in made.values())
         self._first_nodes.append(next_sequence_number())
-        self._forward.append(self._next(self._calls[-1]))
+        self._forward.append(self._next(self._calls[-1][0]))
 
     def turn(self) -> None:
         """The backward pass begins."""
@@ -115,6 +125,11 @@ class Recording(TorchDispatchMode):
     def holds(self, tensor: Tensor) -> bool:
         """Is it a parameter, a buffer or of the batch?"""
         return storage_key(tensor) in self._held
+
+    def take_gradient(self, unit: str, param: Tensor) -> None:
+        """A gradient has come. It goes to its bucket at once, so it is not alive here."""
+        param.grad = None
+        self.first_gradients.setdefault(unit, len(self._backward) - 1)
 
     def copy_to_host(self, copy: object, nbytes: int) -> None:
         """Host memory has ``copy`` as long as that lives."""
@@ -172,20 +187,22 @@ class Recording(TorchDispatchMode):
 
     # ---- the step as it was --------------------------------------------------------------------
 
-    def finish(self) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """End the step; return the spans of both passes."""
+    def finish(self) -> tuple[Order, tuple[Span, ...], tuple[Span, ...]]:
+        """End the step; return its cues, and the spans of both passes."""
         self._go_back_to(0)
         every = [*self._forward, *self._backward, self._next(None)]
-        spans = [
-            Span(
-                span.unit,
-                following.alive - span.alive,
-                span.peak - span.alive,
-                following.in_host - span.in_host,
-            )
-            for span, following in pairwise(every)
-        ]
-        return tuple(spans[: len(self._forward)]), tuple(spans[len(self._forward) :])
+        spans = [before.until(after) for before, after in pairwise(every)]
+        forward, (first, *rest) = spans[: len(self._forward)], spans[len(self._forward) :]
+        cues, backward, places = list[Cue](), [first], [0]
+        for cue, span, comes in zip(mirror(self.cues), rest, self._comes_back[::-1], strict=True):
+            if comes:
+                cues.append(cue)
+                backward.append(span)
+            else:
+                backward[-1] = backward[-1].then(span)
+            places.append(len(cues))
+        self.first_gradients = {unit: places[at] for unit, at in self.first_gradients.items()}
+        return Order(tuple(self.cues), tuple(cues)), tuple(forward), tuple(backward)
 
     def work_of(self, unit: str | None) -> UnitWork:
         """The work of one unit, or of none."""
@@ -207,6 +224,12 @@ class Recording(TorchDispatchMode):
 
 def _summed(kernels: Iterable[_Kernels]) -> _Kernels:
     return sum(kernels, start=_Kernels())
+
+
+def _has_nodes(output: Any, first: int) -> bool:
+    """Were nodes of autograd that made ``output`` made from the number ``first`` on?"""
+    nodes = [tensor.grad_fn for tensor in _tensors(output)]
+    return any(sequence_number(node) >= first for node in nodes if node is not None)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

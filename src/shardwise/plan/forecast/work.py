@@ -81,6 +81,11 @@ class Span:
     peak: int
     in_host: int = 0
 
+    def then(self, other: Span) -> Span:
+        """Both, as one span of the first one's unit."""
+        peak = max(self.peak, self.grown + other.peak)
+        return Span(self.unit, self.grown + other.grown, peak, self.in_host + other.in_host)
+
 
 @dataclass(frozen=True)
 class UnitWork:
@@ -116,8 +121,9 @@ class StepWork:
         units: each unit's, by name, in order of the first use.
         rest: what no unit does: modules without parameters around them, and the loss.
         tokens: elements of the integer input of one micro-batch, or else its rows.
-        order: the cues between the spans.
+        order: the cues between the spans; those of calls without a backward pass only forward.
         forward, backward: the spans, one more than cues.
+        first_gradients: for each unit that trains, the span of ``backward`` with its first one.
         inputs: bytes of the batch.
         buffers: bytes of the model's buffers.
     """
@@ -128,6 +134,7 @@ class StepWork:
     order: Order
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
+    first_gradients: Mapping[str, int]
     inputs: int
     buffers: int
 

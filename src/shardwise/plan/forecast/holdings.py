@@ -1,0 +1,317 @@
+"""Bytes that the engine holds, bucket by bucket, as the events of a step come.
+
+The same transitions as in ``memory.parameters`` and ``memory.gradients``, on numbers instead of
+tensors. What an event allocates and frees again counts for its peak only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from shardwise.comm.codec import QUANTISED, wire_nbytes
+from shardwise.comm.grid import Axis, Grid
+from shardwise.plan.schedule.events import Event, Op
+from shardwise.plan.spec import BucketSpec
+
+
+class Kind(StrEnum):
+    """Uses of memory."""
+
+    PARAMETERS = "parameters"  # shards, with their padding
+    JOINED = "joined"  # what is sent in a gather, where that is neither shard nor full bucket
+    GATHERED = "gathered"  # full buckets, without slices of them that are shards
+    BUCKETS = "gradient buckets"  # written, or on their way
+    GRADIENTS = "gradients"  # means of shards, and what becomes of them
+    COMMUNICATION = "communication"  # memory to receive in
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    BUFFERS = "buffers"
+    BATCH = "batch"
+
+
+class Use(NamedTuple):
+    """A use of memory, by a unit."""
+
+    kind: Kind
+    unit: str
+    in_host: bool = False
+
+
+class Ledger:
+    """Bytes in use.
+
+    Attributes:
+        uses: now.
+        now, in_host: the sums of those on the device, and of those in host memory beside it.
+        most: bytes of each kind on the device at most so far.
+        peak: bytes on the device at most since it was last set.
+        at_peak: the uses when the device held more than ever before.
+    """
+
+    def __init__(self) -> None:
+        self.uses: Counter[Use] = Counter()
+        self.now = self.in_host = self.peak = 0
+        self.most: Counter[Kind] = Counter()
+        self.at_peak: dict[Use, int] = {}
+        self._kinds: Counter[Kind] = Counter()
+        self._ever = 0
+
+    def add(self, use: Use, nbytes: int) -> None:
+        """Allocate ``nbytes``, or free them where they are negative."""
+        self.uses[use] += nbytes
+        if use.in_host:
+            self.in_host += nbytes
+            return
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        self._kinds[use.kind] += nbytes
+        self.most[use.kind] = max(self.most[use.kind], self._kinds[use.kind])
+        if self.now > self._ever:
+            self._ever, self.at_peak = self.now, dict(self.uses)
+
+    def forget_peaks(self) -> None:
+        """Begin again with what is in use now."""
+        self._ever = self.peak = self.now
+        self.most, self.at_peak = Counter(self._kinds), dict(self.uses)
+
+
+class Receives:
+    """Memory in which a communicator by messages receives what it sums, kept for the next time.
+
+    Other transports have none: shared memory is read in place, and vendors' libraries sum.
+    """
+
+    def __init__(self, ledger: Ledger, axis: Axis, by_messages: bool) -> None:
+        self._ledger, self._size = ledger, axis.size
+        self._receives = by_messages and axis.size > 1 and not axis.shared
+        self._free: list[int] = []
+        self._use = Use(Kind.COMMUNICATION, "")
+
+    def take(self, sent: int) -> int:
+        """Memory for what peers send of ``sent`` bytes: the smallest free one, or a new one."""
+        if not self._receives:
+            return 0
+        wanted = sent - sent // self._size
+        self._free.sort()
+        fitting = [nbytes for nbytes in self._free if nbytes >= wanted]
+        if fitting:
+            self._free.remove(fitting[0])
+            return fitting[0]
+        if self._free:
+            self._ledger.add(self._use, -self._free.pop())
+        self._ledger.add(self._use, wanted)
+        return wanted
+
+    def keep(self, nbytes: int) -> None:
+        """Keep what was taken for the next reduction."""
+        if self._receives:
+            self._free.append(nbytes)
+
+
+class Bucket:
+    """One bucket's memory, on one rank."""
+
+    def __init__(self, spec: BucketSpec, ledger: Ledger, receives: Sequence[Receives]) -> None:
+        self.spec, self._ledger, self._receives = spec, ledger, receives
+        self._unit, self._allocation = spec.unit, spec.allocation
+        full = spec.layout.numel * spec.dtypes.param.itemsize
+        #: A full bucket that ranks map counts for each of them in part.
+        self._full = full // spec.shard.size if self._allocation.shared else full
+        self._is_full = self._allocation.lasting
+        self._collected = 0  # bytes of the gradient bucket
+        self._collects: torch.dtype = spec.dtypes.collected
+        self._sent = self._out = self._received = self._mean = self._stored = 0
+        self._at_rest()
+
+    def _add(self, kind: Kind, nbytes: int, in_host: bool = False) -> None:
+        self._ledger.add(Use(kind, self._unit, in_host), nbytes)
+
+    # ---- parameters ----------------------------------------------------------------------------
+
+    def _at_rest(self) -> None:
+        spec, rest = self.spec, self.spec.rest_nbytes
+        in_full = 0
+        if self._allocation.aliased:  # a slice of the full bucket, of which it may be all
+            in_full = min(rest, self._full)
+        if self._allocation.lasting:
+            self._add(Kind.GATHERED, self._full - in_full)
+        joined = 0
+        if spec.staged is not None:
+            joined = spec.layout.numel // spec.shard.size * spec.staged.itemsize
+            if not spec.in_host and spec.dtypes.stored is spec.dtypes.param:
+                joined -= rest  # the shard is a piece of it
+        self._add(Kind.JOINED, joined)
+        self._add(Kind.PARAMETERS, rest, spec.in_host)
+
+    def load(self) -> None:
+        """Copy the shard from host memory."""
+        if self.spec.in_host:
+            self.gather()
+
+    def gather(self) -> None:
+        """Fill the full bucket."""
+        if not self._is_full:
+            self._is_full = True
+            self._add(Kind.GATHERED, self._full)
+
+    def free(self) -> None:
+        """Free the full bucket, unless it keeps its memory."""
+        if self._is_full and not self._allocation.lasting:
+            self._is_full = False
+            self._add(Kind.GATHERED, -self._full)
+
+    # ---- gradients -----------------------------------------------------------------------------
+
+    def collect(self, dtype: torch.dtype) -> None:
+        """Open the gradient bucket, if it is not open."""
+        if self.spec.trainable and not self._collected:
+            self._collects = dtype
+            self._collected = self.spec.layout.numel * dtype.itemsize
+            self._add(Kind.BUCKETS, self._collected)
+
+    def reduce(self) -> None:
+        """Send the gradients on their way."""
+        if not self.spec.trainable:
+            return
+        self.collect(self.spec.dtypes.collected)
+        numel = self.spec.layout.numel
+        self._sent, self._out, self._received = self._average(0, numel, self._collects)
+        if self._sent:  # in other memory than they were collected in
+            self._release()
+
+    def _average(self, at: int, numel: int, dtype: torch.dtype) -> tuple[int, int, int]:
+        """Issue a reduction: bytes sent from new memory, bytes of the sum, and bytes received."""
+        spec = self.spec
+        axis, reduction = spec.averages[at]
+        encodes, sent = reduction.wire in QUANTISED, 0
+        travels = wire_nbytes(reduction.wire, numel, axis.size)
+        if not encodes and dtype is not reduction.wire:
+            sent = travels
+            self._add(Kind.BUCKETS, sent)
+        if axis.size == 1:  # its own sum, in the same memory if it is of the same dtype
+            alone = reduction.wire if not encodes else dtype
+            out = 0 if alone is reduction.sum else numel * reduction.sum.itemsize
+            self._add(Kind.GRADIENTS, out)
+            return sent, out, 0
+        spreads = spec.copies > 1 and at == len(spec.averages) - 1
+        out_numel = spec.layout.shard_numel if spreads else numel // axis.size
+        out = out_numel * reduction.sum.itemsize
+        self._add(Kind.GRADIENTS, out)
+        if encodes:
+            sent = travels
+            self._add(Kind.BUCKETS, sent)
+        return sent, out, self._receives[axis.number].take(travels)
+
+    def _release(self) -> None:
+        self._add(Kind.BUCKETS, -self._collected)
+        self._collected = 0
+
+    def settle(self) -> None:
+        """Take the mean, and let the gradient bucket go."""
+        spec = self.spec
+        if not spec.trainable:
+            return
+        self._receives[spec.averages[0][0].number].keep(self._received)
+        out, dtype = self._out, spec.dtypes.sum
+        for at in range(1, len(spec.averages)):
+            numel = out // dtype.itemsize
+            sent, mean, received = self._average(at, numel, dtype)
+            self._receives[spec.averages[at][0].number].keep(received)
+            self._add(Kind.BUCKETS, -sent)
+            self._add(Kind.GRADIENTS, -out)
+            out = mean
+        if not out:  # one rank's sum is what was collected, and stays
+            out = self._keep_collected()
+        if dtype is not spec.dtypes.stored:
+            stored = spec.layout.shard_numel * spec.dtypes.stored.itemsize
+            self._add(Kind.GRADIENTS, stored)
+            self._add(Kind.GRADIENTS, -out)
+            out = stored
+        self._mean += out
+        self._add(Kind.BUCKETS, -self._sent)
+        self._sent = self._out = self._received = 0
+        self._release()
+
+    def _keep_collected(self) -> int:
+        out = self._sent or self._collected
+        self._add(Kind.BUCKETS, -out)
+        self._add(Kind.GRADIENTS, out)
+        self._sent = self._collected = 0
+        return out
+
+    def store(self) -> None:
+        """Move the mean to host memory."""
+        if self.spec.in_host and self.spec.trainable:
+            self._stored = self.spec.rest_nbytes
+            self._add(Kind.GRADIENTS, self._stored, in_host=True)
+            self._add(Kind.GRADIENTS, -self._mean)
+            self._mean = 0
+
+    def drop_mean(self) -> None:
+        """Free the mean."""
+        self._add(Kind.GRADIENTS, -self._mean)
+        self._add(Kind.GRADIENTS, -self._stored, in_host=True)
+        self._mean = self._stored = 0
+
+
+class Holdings:
+    """The memory of all buckets of one rank.
+
+    Args:
+        by_messages: transports send messages, as on CPU; otherwise a vendor's library sums.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, Sequence[BucketSpec]], grid: Grid, by_messages: bool
+    ) -> None:
+        self.ledger = Ledger()
+        axes = {
+            axis.number: axis for each in specs.values() for s in each for axis, _ in s.averages
+        }
+        receives = [
+            Receives(self.ledger, axes.get(number, Axis(number, 0, 1)), by_messages)
+            for number in range(2)
+        ]
+        self._buckets = {
+            unit: [Bucket(spec, self.ledger, receives) for spec in each]
+            for unit, each in specs.items()
+        }
+
+    def collect(self, unit: str, keeps: bool = False) -> None:
+        """The first gradient of a unit comes; ``keeps``: it is reduced in a later pass."""
+        for bucket in self._buckets[unit]:
+            dtypes = bucket.spec.dtypes
+            bucket.collect(dtypes.sum if keeps else dtypes.collected)
+
+    def gather(self, unit: str) -> None:
+        """An earlier pass has left the unit whole."""
+        for bucket in self._buckets[unit]:
+            bucket.gather()
+
+    def drop_gradients(self) -> None:
+        """An optimizer has used them, and they are gone."""
+        for bucket in chain(*self._buckets.values()):
+            bucket.drop_mean()
+
+    def take(self, event: Event) -> None:
+        """Carry out an event; cues change nothing."""
+        for bucket in self._buckets.get(event.unit, ()):
+            match event.op:
+                case Op.LOAD:
+                    bucket.load()
+                case Op.GATHER:
+                    bucket.gather()
+                case Op.FREE:
+                    bucket.free()
+                case Op.REDUCE:
+                    bucket.reduce()
+                case Op.SETTLE:
+                    bucket.settle()
+                case Op.STORE:
+                    bucket.store()

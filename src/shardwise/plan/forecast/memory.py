@@ -1,0 +1,232 @@
+"""Forecast of one rank's memory at each event of a step, and of what its peak consists.
+
+The engine's memory follows from its buckets and events alone, to the byte; what the model keeps
+and takes between two cues follows from the work that was observed.
+
+    span 0 │ gather a │ enter a │ span 1 │ exit a │ free a │ …     engine's bytes change at events,
+                                                                   activations within spans
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from shardwise.config.options import blocks
+from shardwise.plan.blueprint import Blueprint
+from shardwise.plan.forecast.holdings import Holdings, Kind, Use
+from shardwise.plan.forecast.work import Span, StepWork
+from shardwise.plan.printed import size
+from shardwise.plan.schedule.decide import steps
+from shardwise.plan.schedule.events import Event, Mode, Order, Policy
+from shardwise.plan.spec import BucketSpec
+
+OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
+"""Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
+LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
+OUTSIDE = "(no unit)"  # the loss, and modules without parameters
+MOST_LINES = 8  # of an explanation, by kind and by unit
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step: an event, or a span, which lies between two cues.
+
+    Attributes:
+        event: ``None``: a span, in which the model computes.
+        unit: whose; ``None``: no unit computes.
+        alive: bytes when it has ended.
+        peak: bytes at most meanwhile.
+        in_host: bytes in host memory, where that is not the device's.
+    """
+
+    event: Event | None
+    unit: str | None
+    alive: int
+    peak: int
+    in_host: int
+
+    def __str__(self) -> str:
+        if self.event is None:
+            return f"{self.unit or 'no unit'} computes"
+        return f"{self.event.op} {self.event.unit or '(root)'}, {self.event.phase}"
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """One rank's memory in a step.
+
+    Attributes:
+        moments: all events and spans, in order.
+        uses: bytes at the peak, and those in host memory then; the largest first.
+        most: bytes of each kind on the device at most, at any moment.
+    """
+
+    moments: tuple[Moment, ...]
+    uses: tuple[tuple[Use, int], ...]
+    most: Mapping[Kind, int]
+
+    @cached_property
+    def at_peak(self) -> Moment:
+        """The moment of the peak; of equal ones the first."""
+        return max(self.moments, key=lambda moment: moment.peak)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at most on the device."""
+        return self.at_peak.peak
+
+    @property
+    def in_host(self) -> int:
+        """Bytes at most in host memory beside the device."""
+        return max(moment.in_host for moment in self.moments)
+
+    @property
+    def between_steps(self) -> int:
+        """Bytes on the device when the step has ended, its gradients included."""
+        return self.moments[-1].alive
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes on the device at the peak, by kind; the largest first."""
+        return _largest_first((use.kind, n) for use, n in self.uses if not use.in_host)
+
+    @property
+    def by_unit(self) -> dict[str, int]:
+        """Bytes on the device at the peak, by unit; the largest first."""
+        return _largest_first((use.unit, n) for use, n in self.uses if not use.in_host)
+
+    def why(self) -> Iterator[str]:
+        """Lines that explain the peak: its moment, and what is alive then."""
+        yield f"peak {size(self.peak)}, while {self.at_peak}"
+        for title, parts in (("kind", self.by_kind), ("unit", self.by_unit)):
+            for name, nbytes in list(parts.items())[:MOST_LINES]:
+                share = nbytes / max(self.peak, 1)
+                yield f"  {title}  {name or '(root)':<32} {size(nbytes):>10} {share:4.0%}"
+
+
+def _largest_first(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for name, nbytes in parts:
+        sums[name] += nbytes
+    return {name: nbytes for name, nbytes in sums.most_common() if nbytes}
+
+
+def forecast(
+    blueprint: Blueprint,
+    order: Order,
+    work: StepWork | None = None,
+    optimizer: str = "adamw",
+    mode: Mode = "train",
+) -> MemoryForecast:
+    """Predict the memory of a step in which the optimizer has its state, and gradients are new.
+
+    Args:
+        order: the cues of the step; where there is ``work``, its own.
+        work: ``None``: the engine's memory alone.
+        optimizer: its name; see ``OPTIMIZERS``.
+        mode: as of a schedule; ``work`` is that of a pass with gradients.
+    """
+    walk = _Walk(blueprint, optimizer)
+    moments = tuple(walk.through(order, work, mode))
+    uses = sorted(walk.ledger.at_peak.items(), key=lambda item: item[1], reverse=True)
+    return MemoryForecast(moments, tuple(uses), walk.ledger.most)
+
+
+class _Walk:
+    """A walk through a step, which notes what is in use."""
+
+    def __init__(self, blueprint: Blueprint, optimizer: str) -> None:
+        self._blueprint = blueprint
+        self._by_messages = blueprint.device.type == "cpu"
+        self._holdings = Holdings(blueprint.specs, blueprint.grid, self._by_messages)
+        self.ledger = self._holdings.ledger
+        for spec in blueprint.buckets:
+            nbytes = state_nbytes(spec, blueprint.parameters, optimizer)
+            self.ledger.add(Use(Kind.OPTIMIZER, spec.unit, spec.in_host), nbytes)
+
+    def through(self, order: Order, work: StepWork | None, mode: Mode) -> Iterator[Moment]:
+        """Each event, and each span of ``work`` between them."""
+        if work is not None:
+            self.ledger.add(Use(Kind.BUFFERS, ""), work.buffers)
+            self.ledger.add(Use(Kind.BATCH, ""), work.inputs)
+        nbytes, policy = self._blueprint.nbytes, self._blueprint.policy
+        trained = [unit for unit, each in nbytes.items() if each.gradients]
+        first = _first_gradients(order, trained) if work is None else work.first_gradients
+        if self._by_messages:
+            self._have_stepped(order)
+        if mode == "last":
+            for unit in trained:
+                self._holdings.collect(unit, keeps=True)
+            for unit in _kept_whole(policy):
+                self._holdings.gather(unit)
+        played = steps(order, policy, nbytes, mode)
+        behind = len(order.forward)  # cues before the backward pass
+        for number, (step, spans) in enumerate(zip(played, _spans(work, len(played)), strict=True)):
+            for unit in [unit for unit, place in first.items() if place == number - behind]:
+                self._holdings.collect(unit, keeps=mode == "accumulate")
+            yield from map(self._compute, spans)
+            yield from map(self._carry_out, step.in_order())
+
+    def _have_stepped(self, order: Order) -> None:
+        """Take a step before, since communicators keep memory from then on."""
+        for step in steps(order, self._blueprint.policy, self._blueprint.nbytes):
+            for event in step.events:
+                self._holdings.take(event)
+        self._holdings.drop_gradients()
+        self.ledger.forget_peaks()
+
+    def _compute(self, span: Span) -> Moment:
+        unit = OUTSIDE if span.unit is None else span.unit
+        use, ledger = Use(Kind.ACTIVATIONS, unit), self.ledger
+        ledger.peak = ledger.now
+        ledger.add(use, span.peak)
+        ledger.add(use, span.grown - span.peak)
+        ledger.add(use._replace(in_host=True), span.in_host)
+        return Moment(None, span.unit, ledger.now, ledger.peak, ledger.in_host)
+
+    def _carry_out(self, event: Event) -> Moment:
+        ledger = self.ledger
+        ledger.peak = ledger.now
+        self._holdings.take(event)
+        return Moment(event, event.unit, ledger.now, ledger.peak, ledger.in_host)
+
+
+def _spans(work: StepWork | None, steps: int) -> Sequence[Sequence[Span]]:
+    """The spans before each step, which has one cue; before the first of backward there are two."""
+    if work is None:
+        return [()] * steps
+    forward, backward = work.forward, work.backward
+    turn = (forward[-1], *backward[:1])
+    return [*zip(forward[:-1]), turn, *zip(backward[1:])]
+
+
+def _kept_whole(policy: Policy) -> list[str]:
+    """Units that micro-batches before have left gathered."""
+    return [u for u, place in policy.placements.items() if policy.gathers(u) and not place.frees]
+
+
+def _first_gradients(order: Order, trained: Sequence[str]) -> dict[str, int]:
+    """Expect a unit's first gradient as soon as it is entered; for no work was observed."""
+    cues = [cue.unit for cue in order.backward]
+    return {unit: cues.index(unit) + 1 for unit in trained if unit in cues}
+
+
+def state_nbytes(spec: BucketSpec, shards: Mapping[str, Tensor], optimizer: str) -> int:
+    """Bytes of this rank's optimizer state for a bucket, without what all have in common."""
+    if not spec.trainable:
+        return 0
+    return sum(_state_of(optimizer, slot.numel, shards[slot.name]) for slot in spec.slots)
+
+
+def _state_of(optimizer: str, numel: int, shard: Tensor) -> int:
+    """Bytes of one rank's part of ``numel`` elements."""
+    if optimizer == "adamw_8bit":  # codes, and a scale in float32 for each block; or float32
+        part = shard.numel()
+        return 2 * (part + 4 * blocks(part) if numel >= LEAST_8_BITS else 4 * part)
+    copies, more = OPTIMIZERS[optimizer]
+    return copies * shard.nbytes + more
