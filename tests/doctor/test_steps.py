@@ -1,0 +1,35 @@
+"""The cost of a step under each strategy, and the peak of memory that the plan adds up."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from shardwise.comm.protocol import Comm
+from shardwise.config.strategies import STRATEGIES
+from shardwise.doctor import steps
+from shardwise.doctor.steps import StepCost, planned_peak, step_costs
+from shardwise.plan.units.wrap import by_class
+from tests.ranks import run_threads
+
+
+def test_each_strategy_has_a_time_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "WIDTH", 32)
+    monkeypatch.setattr(steps, "STEPS", 2)
+    for costs in run_threads(2, all_costs):
+        assert [cost.strategy for cost in costs] == list(STRATEGIES)
+        assert all(cost.milliseconds > 0 and cost.peak is None for cost in costs)
+
+
+def all_costs(comm: Comm) -> list[StepCost]:
+    return list(step_costs(comm))
+
+
+def test_the_plan_adds_up_what_is_kept_gathered_and_summed() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    unit = 64 * 64 * 4  # bytes
+    shards = 4 * unit // 2
+    tensors = 4  # a shard, its gradient, and AdamW's two
+    numbers = 4 * 2 * 2  # AdamW counts the steps of each parameter
+    planned = planned_peak(model, "full_shard", (0, 2), wrap=by_class(nn.Linear))
+    assert planned == pytest.approx(tensors * shards + 2 * unit + 2 * unit, abs=numbers)
