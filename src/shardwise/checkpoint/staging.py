@@ -5,8 +5,8 @@
     main thread                                                     copy 4  copy 5   step
 
 Copies are in buffers of a pool that never grows beyond its budget; when all are full, copying waits
-for writing. What the main thread has copied is given back to the kernel as it is written: a buffer
-is a mapping of its own, in huge pages, which cost less than half of the copy when they are new.
+for writing. What the main thread has copied is given back to the kernel as it is written: 4 MiB of
+buffers are a mapping, in huge pages, which cost less than half of the copy when they are new.
 Before parameters change, the main thread copies all that is left. Version counters of the tensors
 show whether they were changed before.
 """
@@ -82,14 +82,17 @@ class Pool:
         self._free, self.count = SimpleQueue(), 0
 
     def _take(self) -> Tensor:
-        if not self._free.empty() or self.count == self.most:
-            return self._free.get()
-        self.count += 1
-        with torch.inference_mode(False):  # else nobody could write to it outside that mode
-            if self._pinned:
-                return torch.empty(self.block, dtype=torch.uint8, device="cpu", pin_memory=True)
-            pages = mmap.mmap(-1, self.block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return in_huge_pages(torch.frombuffer(pages, dtype=torch.uint8))
+        if self._free.empty() and self.count < self.most:
+            with torch.inference_mode(False):  # else nobody could write to it outside that mode
+                if self._pinned:
+                    memory = torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=True)
+                else:
+                    pages = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                    memory = in_huge_pages(torch.frombuffer(pages, dtype=torch.uint8))
+                for buffer in memory.split(self.block):
+                    self.count += 1
+                    self._free.put(buffer)
+        return self._free.get()
 
 
 class Copying:
