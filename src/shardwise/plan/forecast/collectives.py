@@ -1,0 +1,86 @@
+"""Seconds of a collective over ranks in hosts.
+
+A ring sends each byte over each link once, so the slowest link on its way bounds it. Between hosts
+all rings of a host share its cards (not each rank its own card: inside, bytes are forwarded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.comm.grid import Grid
+from shardwise.plan.forecast.machine import Machine
+from shardwise.plan.schedule.events import Op, UnitBytes
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks of one axis of a mesh: ``size`` of them, each ``stride`` ranks after the one before."""
+
+    machine: Machine
+    size: int
+    stride: int = 1
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that it lies in."""
+        return -(-self.size * self.stride // self.machine.per_host) if self.crosses else 1
+
+    @property
+    def crosses(self) -> bool:
+        """Does it leave a host?"""
+        return self.size * self.stride > self.machine.per_host
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that each rank sends."""
+        inside, between = self.machine.inside.bandwidth, self.machine.between.bandwidth
+        if not self.crosses:
+            return inside
+        rings = min(self.stride, self.machine.per_host)
+        alone = self.stride >= self.machine.per_host  # no two of its ranks are in one host
+        return between / rings if alone else min(inside, between / rings)
+
+    def seconds(self, sent: float, rounds: int = 1) -> float:
+        """Time of a collective in which each rank sends so many bytes.
+
+        Args:
+            sent: ``(size - 1) / size`` of the whole for an all-gather or a reduce-scatter, twice
+                that for an all-reduce.
+            rounds: 2 for an all-reduce.
+        """
+        if self.size < 2 or not sent:
+            return 0.0
+        hops = self.machine.inside.latency * (min(self.size, self.machine.per_host) - 1)
+        hops += self.machine.between.latency * (self.hosts - 1)
+        return sent / self.bandwidth + rounds * hops
+
+
+@dataclass(frozen=True)
+class Network:
+    """The rings of one rank, and the way to its host's memory."""
+
+    shard: Ring
+    replicate: Ring
+    host: float  # bytes per second
+
+    @classmethod
+    def of(cls, machine: Machine, grid: Grid) -> Network:
+        """Ranks are numbered as in ``Grid``: those of a shard are neighbours."""
+        shards, copies = grid.shard.size, grid.replicate.size
+        host = machine.host.bandwidth
+        return cls(Ring(machine, shards), Ring(machine, copies, shards), host)
+
+    def seconds(self, op: Op, unit: UnitBytes) -> float:
+        """Time of an event of ``unit`` that moves bytes between ranks, or to the host and back."""
+        if op is Op.GATHER:
+            return self.shard.seconds(unit.gather_sent - unit.kept_sent)
+        if op is Op.UPDATE:
+            return self.replicate.seconds(unit.update_sent)
+        if op is Op.REDUCE:
+            size = self.shard.size
+            among_shards = min(unit.reduce_sent, unit.gradients * (size - 1) // size)
+            among_copies = unit.reduce_sent - among_shards
+            rounds = 1 + bool(unit.spread)
+            return self.shard.seconds(among_shards) + self.replicate.seconds(among_copies, rounds)
+        return (unit.loaded if op is Op.LOAD else unit.stored) / self.host

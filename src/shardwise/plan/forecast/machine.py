@@ -1,0 +1,204 @@
+"""Machines by name: what a rank computes on, and the links to the others.
+
+The numbers and their sources are in ``machines.toml``. A file of the same form, such as the one
+that a calibration writes, adds entries of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.errors import ConfigError, nearest
+
+TABLE = Path(__file__).with_name("machines.toml")
+REACHED = 0.9  # of a link's rate in bits, where only that is known
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network between ranks.
+
+    Attributes:
+        bandwidth: bytes per second that one rank sends in a large collective; between hosts,
+            all ranks of a host together.
+        latency: seconds that each further rank, or host, adds to a collective.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device, as one rank computes on it.
+
+    Attributes:
+        bf16, fp8, fp4, fp32: FLOP/s of dense products that the vendor promises; 0: it has none.
+        products: the part of it that large products reach in a training step.
+        attention: the part of ``bf16`` that fused attention reaches with its fastest kernels.
+        best: the part of the promised rate that one large product reaches on its own.
+        memory, bandwidth: bytes, and bytes per second.
+        inside, between, host: names of the links in a host, between hosts, and to a host's memory.
+        per_host: ranks of a usual host.
+        flash2: the speed of FlashAttention-2 beside the fastest kernels for attention.
+        kernel: seconds of the host to start one kernel.
+        waits: the host waits for each kernel, as on CPUs, so ``kernel`` adds to its time.
+        small, contention: as in ``Constants``, which they replace where they are not ``None``.
+    """
+
+    name: str
+    bf16: float
+    products: float
+    attention: float
+    memory: float
+    bandwidth: float
+    inside: str
+    between: str
+    source: str
+    fp8: float = 0.0
+    fp4: float = 0.0
+    fp32: float = 0.0
+    best: float = 0.8
+    per_host: int = 8
+    host: str = "PCIe 4"
+    flash2: float = 1.0
+    kernel: float = 6e-6
+    waits: bool = False
+    small: float | None = None
+    contention: float | None = None
+    aliases: tuple[str, ...] = ()
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s that the vendor promises.
+
+        Raises:
+            ConfigError: it cannot compute in ``precision``.
+        """
+        rate: float = getattr(self, precision)
+        if not rate:
+            has = [name for name in ("fp32", "bf16", "fp8", "fp4") if getattr(self, name)]
+            raise ConfigError(
+                f"{self.name} has no products in {precision}, so no step could be taken. "
+                f"It has {', '.join(has)}."
+            )
+        return rate
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of all machines, fitted on published results: see ``machines.toml``."""
+
+    bandwidth: float
+    fused: float
+    small: float
+    contention: float
+    short: float
+    narrow: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ranks that train together: ``per_host`` in each host, all alike."""
+
+    accelerator: Accelerator
+    inside: Link
+    between: Link
+    host: Link  # from a device to its host's memory
+    per_host: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Accelerators and links by name."""
+
+    accelerators: Mapping[str, Accelerator]
+    links: Mapping[str, Link]
+    constants: Constants
+
+    @classmethod
+    def read(cls, path: Path = TABLE) -> Table:
+        """Read a file of the form of ``machines.toml``; its own entries only."""
+        entries = tomllib.loads(path.read_text("utf-8"))
+        accelerators = {
+            name: Accelerator(name, **entry | {"aliases": tuple(entry.get("aliases", ()))})
+            for name, entry in entries.get("accelerators", {}).items()
+        }
+        links = {name: Link(name, **entry) for name, entry in entries.get("links", {}).items()}
+        constants = entries.get("constants")
+        return cls(accelerators, links, Constants(**constants) if constants else known().constants)
+
+    def with_file(self, path: Path) -> Table:
+        """This table and the entries of a file, which replace those of the same name."""
+        own = Table.read(path)
+        accelerators, links = {**self.accelerators, **own.accelerators}, {**self.links, **own.links}
+        return replace(self, accelerators=accelerators, links=links)
+
+    def accelerator(self, name: str) -> Accelerator:
+        """The accelerator of this name or alias.
+
+        Raises:
+            ConfigError: none has it.
+        """
+        names = {alias: a for a in self.accelerators.values() for alias in (a.name, *a.aliases)}
+        return _by_name("accelerator", name, names)
+
+    def link(self, name: str) -> Link:
+        """The link of this name; ``"400 Gb/s"`` is one of that rate.
+
+        Raises:
+            ConfigError: none has it.
+        """
+        rate = re.fullmatch(r"([\d.,]+) ?gb(?:it)?(?:/s|ps)", name.strip().lower())
+        if rate is None:
+            return _by_name("link", name, self.links)
+        bits = float(rate[1].replace(",", "")) * 1e9
+        return Link(name, bits / 8 * REACHED, 1e-5, f"its name, {REACHED} of it")
+
+    def machine(
+        self,
+        accelerator: str,
+        per_host: int | None = None,
+        inside: str | None = None,
+        between: str | None = None,
+    ) -> Machine:
+        """Ranks on ``accelerator``; what is left out is as in its usual host."""
+        chosen = self.accelerator(accelerator)
+        return Machine(
+            chosen,
+            self.link(inside or chosen.inside),
+            self.link(between or chosen.between),
+            self.link(chosen.host),
+            per_host or chosen.per_host,
+        )
+
+
+@cache
+def known() -> Table:
+    """``machines.toml``."""
+    return Table.read()
+
+
+Entry = TypeVar("Entry")
+
+
+def _by_name(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
+    same = {_plain(known): entry for known, entry in entries.items()}
+    if _plain(name) in same:
+        return same[_plain(name)]
+    raise ConfigError(
+        f"no {kind} is called {name!r}, so its speed is not known. "
+        f"The nearest is {nearest(name, entries, 1)[0]!r}."
+    )
+
+
+def _plain(name: Any) -> str:
+    """Spaces, dashes and capitals do not tell names apart."""
+    return re.sub(r"[^a-z0-9]", "", str(name).lower())

@@ -1,0 +1,136 @@
+"""Seconds of kernels on one accelerator: a roofline whose roof depends on the size of a product.
+
+For each kind of kernel:
+
+    product      FLOP / (promised x reached), longer by a share that grows as m, n or k is small
+    attention    the same, with a rate of its own that depends on the head's size and the length
+    the others   bytes moved / bandwidth; less of them where they are compiled into few kernels
+    host         the number of kernels; it bounds what is smaller
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from shardwise.plan.forecast.machine import Accelerator, Constants
+from shardwise.plan.forecast.work import Pass, Product
+
+# Of the rate of FlashAttention-2 (Dao 2023, arXiv 2307.08691, figure 5): its first version.
+FLASH1 = 0.65
+CAST = 3  # bytes to make an element of bf16 one of fp8: 2 are read, 1 is written; weights stay so
+AttentionKernel = Literal["flash1", "flash2", "fastest"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The software that computes.
+
+    Attributes:
+        compiled: elementwise kernels are fused, by ``torch.compile``, XLA or by hand.
+        attention: the kernels for attention; torch's own are FlashAttention-2.
+        precision: of the products in the units named by ``narrow``; elsewhere ``"bf16"``.
+        narrow: names of units whose products are in ``precision``.
+    """
+
+    compiled: bool = False
+    attention: AttentionKernel = "flash2"
+    precision: Literal["bf16", "fp8", "fp4"] = "bf16"
+    narrow: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of a pass, by what it is spent on."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    host: float = 0.0  # of the host, beside the device
+    waits: bool = False  # the host's time adds to the device's, or else is hidden by it
+
+    @cached_property
+    def device(self) -> float:
+        return self.products + self.attention + self.moved
+
+    @cached_property
+    def total(self) -> float:
+        return self.device + self.host if self.waits else max(self.device, self.host)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes most of it."""
+        if self.host > self.device:
+            return "host"
+        parts = {"products": self.products, "attention": self.attention, "memory": self.moved}
+        return max(parts, key=lambda name: parts[name])
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.host + other.host,
+            self.waits or other.waits,
+        )
+
+    def __truediv__(self, parts: float) -> Seconds:
+        products, attention = self.products / parts, self.attention / parts
+        return Seconds(products, attention, self.moved / parts, self.host / parts, self.waits)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """An accelerator with the software that computes on it."""
+
+    accelerator: Accelerator
+    kernels: Kernels
+    constants: Constants
+
+    @property
+    def contention(self) -> float:
+        """The accelerator's own, or that of ``Constants``."""
+        own = self.accelerator.contention
+        return self.constants.contention if own is None else own
+
+    def seconds(self, work: Pass, unit: str | None = None) -> Seconds:
+        """Time of ``work``, a pass of ``unit``."""
+        narrow = unit in self.kernels.narrow and self.kernels.precision != "bf16"
+        products = attention = cast = 0.0
+        for product, times in work.products:
+            if product.kind == "attention":
+                attention += times * self._attention(product)
+            else:
+                products += times * self._product(product, narrow)
+                cast += times * product.batch * product.m * product.k * narrow * CAST
+        moved = work.moved * (self.constants.fused if self.kernels.compiled else 1) + cast
+        return Seconds(
+            products,
+            attention,
+            moved / (self.accelerator.bandwidth * self.constants.bandwidth),
+            work.kernels * self.accelerator.kernel,
+            self.accelerator.waits,
+        )
+
+    def _product(self, product: Product, narrow: bool) -> float:
+        precision = self.kernels.precision if narrow else _PRECISIONS[product.itemsize]
+        rate = self.accelerator.peak(precision) * self.accelerator.products
+        small = self.accelerator.small
+        small = self.constants.small if small is None else small
+        edges = 1 / product.m + 1 / product.n + 1 / product.k
+        return product.flops / rate * (1 + small * edges)
+
+    def _attention(self, product: Product) -> float:
+        """Seconds of scores or of their mixture; ``m`` is the number of queries."""
+        accelerator, constants = self.accelerator, self.constants
+        rate = accelerator.peak(_PRECISIONS[product.itemsize]) * accelerator.attention
+        rate *= {"flash1": FLASH1 * accelerator.flash2, "flash2": accelerator.flash2}.get(
+            self.kernels.attention, 1
+        )
+        size, length = sorted((product.n, product.k))
+        edges = (1 + constants.short / length) * (1 + constants.narrow / size)
+        return product.flops / (1 + product.causal) / rate * edges
+
+
+_PRECISIONS = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp32"}

@@ -1,0 +1,65 @@
+"""Time of kernels: large products reach the rate of the table, and small ones less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.plan.forecast.machine import Constants, known
+from shardwise.plan.forecast.rates import CAST, FLASH1, Kernels, Rates
+from shardwise.plan.forecast.work import Pass, Product
+
+CONSTANTS = Constants(bandwidth=0.8, fused=0.5, small=50, contention=0, short=100, narrow=10)
+H100 = replace(
+    known().accelerator("H100"), products=0.6, attention=0.5, flash2=0.5, kernel=1e-5, best=0.8
+)
+PLAIN = Rates(H100, Kernels(), CONSTANTS)
+LARGE = Product(1000, 1000, 1000, 1, 2)
+SCORES = Product(1000, 1000, 100, 8, 2, "attention")
+
+
+def of(product: Product, times: int = 1) -> Pass:
+    return Pass(((product, times),))
+
+
+def test_a_product_takes_longer_by_a_share_that_grows_as_it_is_small() -> None:
+    full = LARGE.flops / (989e12 * 0.6)
+    assert PLAIN.seconds(of(LARGE)).products == pytest.approx(full * 1.15)
+    narrow = replace(LARGE, m=10)
+    assert PLAIN.seconds(of(narrow)).products == pytest.approx(full / 100 * 6.1)
+    assert PLAIN.seconds(of(LARGE, times=3)).total == pytest.approx(3 * full * 1.15)
+
+
+def test_attention_has_its_own_rate_by_kernel_and_half_of_it_where_it_is_causal() -> None:
+    full = SCORES.flops / (989e12 * 0.5) * 1.1 * 1.1
+    first = replace(PLAIN, kernels=Kernels(attention="flash1"))
+    fastest = replace(PLAIN, kernels=Kernels(attention="fastest"))
+    assert fastest.seconds(of(SCORES)).attention == pytest.approx(full)
+    assert PLAIN.seconds(of(SCORES)).attention == pytest.approx(2 * full)
+    assert first.seconds(of(SCORES)).attention == pytest.approx(2 * full / FLASH1)
+    assert PLAIN.seconds(of(replace(SCORES, causal=True))).attention == pytest.approx(full)
+
+
+def test_other_kernels_take_their_bytes_and_fewer_where_they_are_compiled() -> None:
+    work, second = Pass(moved=int(3.35e12 * 0.8)), 1.0
+    compiled = replace(PLAIN, kernels=Kernels(compiled=True))
+    assert PLAIN.seconds(work).moved == pytest.approx(second)
+    assert compiled.seconds(work).moved == pytest.approx(second / 2)
+
+
+def test_products_of_some_units_may_be_narrow_and_their_inputs_are_cast() -> None:
+    narrow = replace(PLAIN, kernels=Kernels(precision="fp8", narrow=frozenset({"blocks.0"})))
+    wide, eight = narrow.seconds(of(LARGE), "head"), narrow.seconds(of(LARGE), "blocks.0")
+    assert eight.products == pytest.approx(wide.products * 989 / 1979)
+    assert eight.moved == pytest.approx(CAST * 1e6 / (3.35e12 * 0.8))
+
+
+def test_the_host_bounds_small_kernels_and_on_a_cpu_its_time_adds() -> None:
+    work = Pass(((LARGE, 1),), kernels=1000)
+    assert PLAIN.seconds(work).total == PLAIN.seconds(work).host == pytest.approx(0.01)
+    assert PLAIN.seconds(work).bound == "host"
+    cpu = replace(PLAIN, accelerator=replace(H100, waits=True))
+    seconds = cpu.seconds(work)
+    assert seconds.total == seconds.device + seconds.host
+    assert (seconds / 2 + seconds / 2).total == pytest.approx(seconds.total)

@@ -1,0 +1,102 @@
+"""Two lanes: what is computed, what travels meanwhile, and for what the device waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from shardwise.plan.draw import draw
+from shardwise.plan.forecast.collectives import Network
+from shardwise.plan.forecast.machine import Link, Machine, known
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.forecast.rates import Kernels, Rates
+from shardwise.plan.forecast.time import MicroBatch, TimeForecast, flops, optimizer_seconds, walk
+from shardwise.plan.forecast.work import StepWork
+from shardwise.plan.schedule.decide import events
+from shardwise.plan.schedule.events import Op, Phase
+from shardwise.recipe.model_config import ModelConfig
+from shardwise.train.decoder import Decoder
+
+LLAMA = ModelConfig(layers=4, width=64, heads=4, kv_heads=4, hidden=128)
+RANKS, VOCABULARY, LENGTH = 4, 96, 32
+TABLE = known()
+
+
+def link(bandwidth: float) -> Link:
+    return Link("a link", bandwidth, 0.0, "")
+
+
+def played(
+    strategy: str = "full_shard", bandwidth: float = 1e12, contention: float = 0.0
+) -> tuple[MicroBatch, StepWork]:
+    model = Decoder(LLAMA, VOCABULARY, LENGTH)
+    blueprint = draw(model, strategy, ranks=(0, RANKS))
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    work = observe(model, blueprint.units, (ids,), {}, loss=lambda logits: logits.mean())
+    accelerator = replace(TABLE.accelerator("A100"), kernel=0.0, contention=contention)
+    machine = Machine(accelerator, link(bandwidth), link(bandwidth), link(bandwidth), RANKS)
+    listed = events(work.order, blueprint.policy, blueprint.nbytes)
+    rates = Rates(accelerator, Kernels(), TABLE.constants)
+    network = Network.of(machine, blueprint.grid)
+    return walk(listed, blueprint.nbytes, work, rates, network), work
+
+
+def test_a_fast_link_leaves_the_first_gather_and_the_last_reduce_exposed() -> None:
+    micro, _ = played(bandwidth=1e15)
+    assert micro.exposed < 0.01 * micro.seconds
+    assert micro.seconds == pytest.approx(micro.computed.total, rel=0.02)
+
+
+def test_a_slow_link_bounds_the_step_and_is_what_the_device_waits_for() -> None:
+    micro, _ = played(bandwidth=1e8)
+    sent = sum(i.stop - i.start for i in micro.intervals if i.lane == "link")
+    assert micro.seconds == pytest.approx(sent, rel=0.05)
+    assert micro.exposed > 0.8 * micro.seconds
+
+
+def test_each_lane_does_one_thing_at_a_time_and_a_unit_computes_when_it_is_there() -> None:
+    micro, _ = played(bandwidth=1e10)
+    for lane in ("device", "link"):
+        busy = [i for i in micro.intervals if i.lane == lane]
+        assert all(a.stop <= b.start + 1e-12 for a, b in pairwise(busy))
+    gathered: dict[tuple[str, Phase], float] = {}
+    for interval in micro.intervals:
+        if interval.op is Op.GATHER:
+            gathered[interval.unit, interval.phase] = interval.stop
+        elif interval.lane == "device":
+            there = gathered.get((interval.unit, interval.phase), 0.0)
+            assert interval.start >= there - 1e-12
+
+
+def test_computing_takes_longer_while_the_link_is_busy() -> None:
+    alone, _ = played(bandwidth=1e11)
+    together, _ = played(bandwidth=1e11, contention=0.5)
+    assert alone.contended == pytest.approx(0, abs=1e-9)
+    assert together.contended > 0
+
+
+def test_no_shard_sends_only_gradients() -> None:
+    micro, _ = played("no_shard")
+    assert {i.op for i in micro.intervals if i.lane == "link"} == {Op.REDUCE}
+
+
+def test_a_forecast_sums_its_parts_and_counts_flop_by_convention() -> None:
+    micro, work = played()
+    forecast = TimeForecast(((micro, 3),), 0.5, work, peak=1e12)
+    assert forecast.seconds == pytest.approx(0.5 + 3 * micro.seconds)
+    assert sum(forecast.parts.values()) == pytest.approx(forecast.seconds)
+    assert forecast.tokens_per_second == pytest.approx(3 * 2 * LENGTH / forecast.seconds)
+    assert forecast.mfu() == pytest.approx(3 * flops(work, "full") / forecast.seconds / 1e12)
+    attended = 3 * 2 * 2 * (2 * LENGTH) * LENGTH * LLAMA.width * LLAMA.layers
+    assert flops(work, "full") - flops(work, "causal") == attended / 2
+    assert flops(work, "computed") < work.flops  # which counts all of a causal product
+
+
+def test_the_optimizer_takes_its_bytes() -> None:
+    a100 = TABLE.accelerator("A100")
+    rates = Rates(a100, Kernels(), TABLE.constants)
+    moved = a100.bandwidth * TABLE.constants.bandwidth
+    assert optimizer_seconds(moved, rates) == pytest.approx(1)
