@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         ShardUseError,
         ShardwiseError,
     )
+    from shardwise.plan.forecast.ask import plan
     from shardwise.plan.units import wrap
     from shardwise.tracing import Recording, Trace, record, trace
 
@@ -84,6 +85,7 @@ __all__ = [
     "nn",
     "numbered",
     "optim",
+    "plan",
     "record",
     "shard",
     "trace",
@@ -106,7 +108,11 @@ _DEFINING_MODULES = (
     "checkpoint",
     "tracing",
 )
-_MODULES = {"wrap": "plan.units.wrap", "nn": "api.nn"}  # modules that are public by these names
+_MODULES = {
+    "wrap": "plan.units.wrap",
+    "nn": "api.nn",
+    "plan": "plan",
+}  # modules that are public by these names
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that exists
 

@@ -33,6 +33,7 @@ from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.plan import order
 from shardwise.plan.blueprint import draw_on
+from shardwise.plan.forecast.memory import MemoryForecast, forecast
 from shardwise.plan.printed import Layouts, Schedule
 from shardwise.plan.schedule.events import Mode, Order
 from shardwise.plan.units.units import Units
@@ -325,6 +326,11 @@ class Sharded:
     def schedule(self) -> Schedule:
         """One training step, event by event; ``print`` it."""
         return self.schedule_of("train")
+
+    @property
+    def plan(self) -> MemoryForecast:
+        """The engine's memory at each event of a training step; ``print`` it."""
+        return forecast(self._blueprint, self.runtime.schedules.orders["train"])
 
     def schedule_of(self, mode: Mode) -> Schedule:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""

@@ -258,4 +258,63 @@ def data_show(recipe: str, number: int, rehearse: bool, overrides: tuple[str, ..
     run_data_show(read_recipe(recipe, overrides), number, rehearse)
 
 
-COMMANDS = (convert_config, doctor, trace, explain, lint, data)
+# --- plan ------------------------------------------------------------------------------------
+
+PLAN = """\
+Say whether MODEL can be trained on a machine, how fast, and what to change, before it runs.
+
+Nothing is downloaded but a config.json, nothing is allocated, and the machine need not be there.
+The first line is the verdict, with the error that such forecasts have: docs/planning.md.
+
+\b
+MODEL may be
+  recipe.yaml         what `shardwise train` would do; its own settings are judged
+  config.json         of transformers, or its folder, or a name on the hub
+  file.py:function    a function that returns a module and its input
+
+\b
+Examples:
+  shardwise plan recipe.yaml --gpus 8xH100
+  shardwise plan config.json --gpus 8xA100 --nodes 4 --link 400Gb/s --seq 4096 --global-batch 1Mtok
+  shardwise plan meta-llama/Llama-2-70b-hf --gpus "4xRTX 4090" --lora r=16 --quantize nf4
+
+\b
+Exit status: 0 it fits, 2 it does not, 3 the error decides; 1 if the question cannot be answered.
+"""
+
+
+@click.command(
+    "plan",
+    help=PLAN,
+    short_help="Say what fits, how fast, and what to change.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.argument("model")
+@click.option("--gpus", default="8xH100", show_default=True, help="Devices of a node.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes.")
+@click.option("--link", help="Between nodes: a name, or a rate such as 400Gb/s.")
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a row.")
+@click.option("--global-batch", help="Tokens of a step, such as 1Mtok.")
+@click.option("--micro-batch", type=click.IntRange(min=1), help="Rows of a rank at a time.")
+@click.option("--strategy", help="Judge this one, and not the fastest.")
+@click.option("--lora", metavar="r=RANK", help="Train adapters of this rank.")
+@click.option("--quantize", type=click.Choice(["nf4", "fp4", "int8"]), help="The frozen base.")
+@click.option("--tokens", help="Of the whole run, such as 15B: how long it will take.")
+@click.option("--why", type=click.Choice(["peak"]), help="What is alive at the peak.")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@click.option(
+    "--write", type=click.Path(path_type=Path, dir_okay=False), help="Write a recipe of the choice."
+)
+@click.option(
+    "--machines",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Further machines, in the form of plan/forecast/machines.toml.",
+)
+def plan(model: str, why: str | None, as_json: bool, write: Path | None, **options: Any) -> int:
+    """The command; its help is ``PLAN``."""
+    from shardwise.cli.plan import Asked, run_plan
+
+    return run_plan(model, Asked(**options), why, as_json, write)
+
+
+COMMANDS = (convert_config, doctor, trace, explain, lint, data, plan)

@@ -51,6 +51,9 @@ class Accelerator:
         flash2: the speed of FlashAttention-2 beside the fastest kernels for attention.
         kernel: seconds of the host to start one kernel.
         waits: the host waits for each kernel, as on CPUs, so ``kernel`` adds to its time.
+        device: what torch calls it.
+        reserved: bytes of it that hold neither model nor engine: context, libraries, communicators.
+        host_memory: bytes of a usual host's memory.
         small, contention: as in ``Constants``, which they replace where they are not ``None``.
     """
 
@@ -75,6 +78,9 @@ class Accelerator:
     small: float | None = None
     contention: float | None = None
     aliases: tuple[str, ...] = ()
+    device: str = "cuda"
+    reserved: int = 1_500_000_000
+    host_memory: float = 1e12
 
     def peak(self, precision: str) -> float:
         """FLOP/s that the vendor promises.

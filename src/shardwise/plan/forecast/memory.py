@@ -100,6 +100,9 @@ class MemoryForecast:
         """Bytes on the device at the peak, by unit; the largest first."""
         return _largest_first((use.unit, n) for use, n in self.uses if not use.in_host)
 
+    def __str__(self) -> str:
+        return "\n".join(self.why())
+
     def why(self) -> Iterator[str]:
         """Lines that explain the peak: its moment, and what is alive then."""
         yield f"peak {size(self.peak)}, while {self.at_peak}"

@@ -1,0 +1,132 @@
+"""``shardwise plan``: does it fit, how fast will it be, and what to change, before it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from shardwise.cli.other_libraries import without_their_noise
+from shardwise.cli.planned import Planned, planned
+from shardwise.errors import ConfigError
+from shardwise.plan.forecast.ask import ask, devices
+from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.machine import Machine, known
+from shardwise.plan.forecast.search import Question
+from shardwise.plan.forecast.verdict import Verdict
+
+QUANTITY = re.compile(r"([\d.,_]+) *([kmgbt]?)(?:i?b(?:ytes?)?|tok(?:ens?)?)?", re.IGNORECASE)
+SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of the command, as typed; ``None``: as a recipe says, or usual."""
+
+    gpus: str = "8xH100"
+    nodes: int = 1
+    link: str | None = None
+    seq: int | None = None
+    global_batch: str | None = None
+    micro_batch: int | None = None
+    strategy: str | None = None
+    lora: str | None = None
+    quantize: str | None = None
+    tokens: str | None = None
+    machines: Path | None = None
+
+    def machine(self) -> Machine:
+        """Raises ``ConfigError`` for an accelerator or a link that is not known."""
+        table = known() if self.machines is None else known().with_file(self.machines)
+        per_host, name = devices(self.gpus)
+        return table.machine(name, per_host, between=self.link)
+
+    @property
+    def ranks(self) -> int:
+        return devices(self.gpus)[0] * self.nodes
+
+    def rows(self, subject: Planned) -> int | None:
+        """Rows of a step; from tokens the nearest number that the ranks can share."""
+        if self.global_batch is None:
+            return subject.rows
+        rows = quantity(self.global_batch) / subject.length
+        of_a_rank = self.micro_batch or 1
+        return max(1, round(rows / self.ranks / of_a_rank)) * self.ranks * of_a_rank
+
+    @property
+    def rank_of_lora(self) -> int | None:
+        if self.lora is None:
+            return None
+        rank = re.fullmatch(r"(?:r *= *)?(\d+)", self.lora)
+        if rank is None:
+            raise ConfigError(f"--lora {self.lora} names no rank. Write --lora r=16.")
+        return int(rank[1])
+
+
+def quantity(text: str) -> int:
+    """``"1Mtok" → 1,000,000``, ``"15B" → 15,000,000,000``. Raises ``ConfigError``."""
+    match = QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no quantity. Write a number such as 1Mtok, 15B or 4096.")
+    number = float(match[1].replace(",", "").replace("_", ""))
+    return int(number * SIZES[match[2].lower()])
+
+
+def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Path | None) -> int:
+    """Print the verdict; return the status to exit with."""
+    if write is not None and write.exists():
+        raise ConfigError(f"{write} exists, and nothing was written. Name another file.")
+    with without_their_noise():
+        verdict = answer(model, asked)
+    if write is not None:
+        _write(write, model, verdict.best.candidate)
+    if as_json:
+        click.echo(json.dumps(verdict.as_json()))
+    else:
+        click.echo(str(verdict))
+        if why is not None:
+            click.echo("\n" + "\n".join(verdict.best.memory.why()))
+    return verdict.exit_code
+
+
+def answer(model: str, asked: Asked) -> Verdict:
+    """The verdict on ``model``; raises ``ConfigError`` for what is not known or cannot be."""
+    subject = planned(model, asked.seq, asked.rank_of_lora, asked.quantize)
+    question = Question(
+        subject.model,
+        subject.inputs,
+        asked.machine(),
+        asked.ranks,
+        asked.rows(subject),
+        subject.optimizer,
+        subject.arguments,
+        loss=subject.loss,
+    )
+    tokens = None if asked.tokens is None else quantity(asked.tokens)
+    return ask(question, _chosen(subject, asked), tokens)
+
+
+def _chosen(subject: Planned, asked: Asked) -> Candidate | None:
+    """Return what a recipe or an option has decided."""
+    if asked.strategy is None and asked.micro_batch is None:
+        return subject.chosen
+    chosen = subject.chosen or Candidate("full_shard", 1)
+    strategy = asked.strategy or chosen.strategy
+    return replace(chosen, strategy=strategy, micro_batch=asked.micro_batch or chosen.micro_batch)
+
+
+def _write(path: Path, model: str, candidate: Candidate) -> None:
+    """Write a recipe with what was chosen."""
+    is_recipe = model.endswith((".yaml", ".yml")) and Path(model).is_file()
+    given = yaml.safe_load(Path(model).read_text("utf-8")) if is_recipe else {}
+    recipe: dict[str, Any] = given if is_recipe else {"model": {"from": str(Path(model))}}
+    for key, value in candidate.recipe.items():
+        section, _, name = key.partition(".")
+        recipe.setdefault(section, {})[name] = value
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
+    click.echo(f"wrote {path}", err=True)

@@ -1,0 +1,23 @@
+"""Attention that is causal by its kernel's own flag: a mask is made by looking at values.
+
+A model on the meta device has no values, so with the masks of ``transformers`` its forward would
+stop. Padding, packed samples and sliding windows are left out: every token attends to all before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "causal_by_the_kernel"
+
+
+def make_causal(model: Any) -> None:
+    """Make the attention of a model of ``transformers`` need no mask; on the meta device only."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(NAME, sdpa_attention_forward)
+    for module in model.modules():  # parts have a configuration of their own
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = NAME  # the setter looks whether a kernel is installed

@@ -1,0 +1,119 @@
+"""Candidates: settings that a run could have, for ``shard()`` and for a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.strategies import PRESETS
+
+Offload = Literal["none", "optimizer", "everything"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "everything")
+RECOMPUTED = {0: "nothing recomputed", 1: "blocks recomputed", 2: "every second block recomputed"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice for everything that a search may choose.
+
+    Attributes:
+        strategy, mesh, offload: as of ``shard()``.
+        micro_batch: rows that a rank computes at a time.
+        recompute: 0 = no block; n = every n-th.
+        unsharded: the part of all full buckets that may stay, in bytes of them.
+        prefetch: how many of the largest units are gathered ahead.
+    """
+
+    strategy: str
+    micro_batch: int
+    mesh: tuple[int, int] | None = None
+    recompute: int = 0
+    offload: Offload = "none"
+    unsharded: float = 0.0
+    prefetch: int = 1
+
+    @property
+    def checkpointing(self) -> ActivationCheckpointing | None:
+        """Return the option of ``shard()``; ``None``: nothing is recomputed."""
+        return ActivationCheckpointing(every=self.recompute) if self.recompute else None
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The keys of a recipe that set it, with names in full."""
+        keys: dict[str, Any] = {"sharding.strategy": self.strategy}
+        keys["batch.micro"] = self.micro_batch
+        keys["sharding.activation_checkpointing"] = bool(self.recompute)
+        keys["sharding.offload"] = self.offload
+        return keys | ({"sharding.mesh": list(self.mesh)} if self.mesh else {})
+
+    def __str__(self) -> str:
+        words = [self.strategy + (f" {self.mesh[0]} x {self.mesh[1]}" if self.mesh else "")]
+        words += [f"{self.micro_batch} row{'s' * (self.micro_batch != 1)}"]
+        words += [RECOMPUTED[self.recompute]]
+        if self.offload != "none":
+            words += [f"{self.offload} offloaded"]
+        if self.unsharded:
+            words += [f"{self.unsharded:.0%} unsharded"]
+        if self.prefetch != 1:
+            words += [f"{self.prefetch} units ahead" if self.prefetch else "no prefetch"]
+        return ", ".join(words)
+
+
+def candidates(
+    ranks: int, per_host: int, micro_batches: Sequence[int], frozen: bool = False
+) -> Iterator[Candidate]:
+    """All that are worth asking about on ``ranks`` ranks in hosts of ``per_host``.
+
+    Args:
+        micro_batches: rows that a rank may compute at a time.
+        frozen: most parameters are, so it may pay that they stay unsharded.
+    """
+    for strategy, mesh in _meshes(ranks, per_host):
+        placement = PRESETS[strategy]
+        choices = product(
+            (0, 1, 2) if placement.frees else (1,),
+            (0.0, 1.0) if placement.frees and frozen else (0.0,),
+            OFFLOADS if placement.splits else OFFLOADS[:1],
+            RECOMPUTED,
+            micro_batches,
+        )
+        for prefetch, unsharded, offload, recompute, rows in choices:
+            yield Candidate(strategy, rows, mesh, recompute, offload, unsharded, prefetch)
+
+
+def _meshes(ranks: int, per_host: int) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    """Each strategy, a hybrid with each number of whole hosts that divides all of them."""
+    for name, placement in PRESETS.items():
+        if not placement.hybrid:
+            yield name, None
+            continue
+        shards = per_host
+        while shards < ranks:
+            if ranks % shards == 0:
+                yield name, (ranks // shards, shards)
+            shards *= 2
+
+
+def savings(chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Yield what to change about ``chosen`` so that it takes less memory: one thing at a time."""
+    if chosen.recompute != 1:
+        yield "recompute every block", replace(chosen, recompute=1)
+    if chosen.recompute == 0:
+        yield "recompute every second block", replace(chosen, recompute=2)
+    if chosen.micro_batch > 1:
+        half = max(1, chosen.micro_batch // 2)
+        yield f"{half} row{'s' * (half != 1)} at a time", replace(chosen, micro_batch=half)
+        yield "1 row at a time", replace(chosen, micro_batch=1)
+    if chosen.strategy != "full_shard":
+        yield "strategy full_shard", replace(chosen, strategy="full_shard", mesh=None)
+    if chosen.unsharded:
+        yield "no unit unsharded", replace(chosen, unsharded=0.0)
+    if chosen.prefetch:
+        yield "no prefetch", replace(chosen, prefetch=0)
+    if PRESETS[chosen.strategy].splits:
+        for offload in ("optimizer", "everything"):
+            if chosen.offload in ("none", "optimizer") and chosen.offload != offload:
+                yield f"offload {offload}", replace(chosen, offload=offload)

@@ -1,0 +1,231 @@
+"""A verdict: does it fit, how fast is it, what limits it, and what to change; as text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from shardwise.plan.forecast.advice import Advice
+from shardwise.plan.forecast.machine import Machine
+from shardwise.plan.forecast.search import Forecast
+
+EXIT = {"fits": 0, "does not fit": 2, "within the error": 3}
+WORDS = {"fits": "FITS", "does not fit": "DOES NOT FIT", "within the error": "MAY FIT"}
+DAY = 86_400
+
+
+class Errors(NamedTuple):
+    """Relative errors of forecasts of this class, as they were measured: docs/planning.md."""
+
+    memory: float
+    time: float
+
+
+class Fix(NamedTuple):
+    """One change that takes less memory, and what it costs."""
+
+    change: str
+    peak: int  # bytes
+    time: float  # for each token, beside what it takes now
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to one question.
+
+    Attributes:
+        best: the forecast that it is about.
+        machine, ranks: on which.
+        reserved: bytes of the device that neither model nor engine has.
+        errors: of the forecast.
+        others: further forecasts, the fastest first.
+        fixes: single changes, those that save most first; empty where it fits.
+        advice: of the rules of thumb.
+        searched: how many candidates were estimated.
+        tokens: of the whole run, where they are known.
+    """
+
+    best: Forecast
+    machine: Machine
+    ranks: int
+    reserved: int
+    errors: Errors
+    others: Sequence[Forecast] = ()
+    fixes: Sequence[Fix] = ()
+    advice: Sequence[Advice] = ()
+    searched: int = 0
+    tokens: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes at most on the device."""
+        return self.best.memory.peak + self.reserved
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of the device."""
+        return self.machine.accelerator.memory
+
+    @property
+    def says(self) -> str:
+        """A key of ``EXIT``."""
+        if self.peak * (1 + self.errors.memory) <= self.capacity:
+            return "fits"
+        return "does not fit" if self.peak > self.capacity else "within the error"
+
+    @property
+    def exit_code(self) -> int:
+        """0: it fits; 2: it does not; 3: the error decides."""
+        return EXIT[self.says]
+
+    @property
+    def days(self) -> float | None:
+        """Days that ``tokens`` take."""
+        rate = self.best.time.tokens_per_second * self.ranks
+        return None if self.tokens is None else self.tokens / rate / DAY
+
+    @property
+    def first_line(self) -> str:
+        """The whole verdict in one line."""
+        time, errors = self.best.time, self.errors
+        parts = [
+            f"peak {_gb(self.peak)} ({self.peak / self.capacity:.0%}) ± {errors.memory:.0%}",
+            f"{time.tokens_per_second:,.0f} tokens/s per rank ± {errors.time:.0%}",
+            f"MFU {time.mfu():.0%}",
+        ]
+        if self.days is not None and self.tokens is not None:
+            parts.append(f"{_duration(self.days)} for {_count(self.tokens)} tokens")
+        name = self.machine.accelerator.name
+        return f"{WORDS[self.says]} on {self.ranks:,} x {name}: {', '.join(parts)}"
+
+    def lines(self) -> Iterator[str]:
+        """The verdict, and what it rests on."""
+        yield self.first_line
+        yield f"with {self.best.candidate}"
+        yield ""
+        yield from self._memory()
+        yield ""
+        yield from self._time()
+        yield from self._others()
+        yield from self._fixes()
+        yield from self._advice()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it, in bytes and seconds."""
+        return {
+            "verdict": self.says,
+            "ranks": self.ranks,
+            "accelerator": self.machine.accelerator.name,
+            "capacity": self.capacity,
+            "reserved": self.reserved,
+            "errors": self.errors._asdict(),
+            "days": self.days,
+            **_record(self.best),
+            "others": [_record(other) for other in self.others],
+            "fixes": [fix._asdict() for fix in self.fixes],
+            "advice": [advice._asdict() for advice in self.advice],
+            "searched": self.searched,
+        }
+
+    def _memory(self) -> Iterator[str]:
+        yield f"peak of a rank, while {self.best.memory.at_peak}:"
+        held: Mapping[str, int] = self.best.memory.by_kind
+        for kind, nbytes in {**held, "context and communicators": self.reserved}.items():
+            if nbytes >= self.peak / 1000:
+                yield f"  {kind:<26} {_gb(nbytes):>10}  {nbytes / self.peak:4.0%}"
+        if self.best.memory.in_host:
+            yield f"  {'in host memory, beside':<26} {_gb(self.best.memory.in_host):>10}"
+
+    def _time(self) -> Iterator[str]:
+        time = self.best.time
+        yield f"step of a rank: {_seconds(time.seconds)}, most of it {_largest(time.parts)}"
+        for part, seconds in sorted(time.parts.items(), key=lambda item: -item[1]):
+            if seconds >= time.seconds / 1000:
+                yield f"  {part:<26} {_seconds(seconds):>10}  {seconds / time.seconds:4.0%}"
+
+    def _others(self) -> Iterator[str]:
+        if not self.others:
+            return
+        yield ""
+        yield f"of {self.searched:,} candidates, the fastest of each strategy that fits:"
+        for candidate, memory, time in self.others:
+            peak, rate = _gb(memory.peak + self.reserved), f"{time.tokens_per_second:,.0f}"
+            yield f"  {rate:>8} tokens/s {peak:>9}  {candidate}; {_largest(time.parts)}"
+
+    def _fixes(self) -> Iterator[str]:
+        if not self.fixes:
+            return
+        yield ""
+        yield "what would change that, one thing at a time:"
+        for change, peak, time in self.fixes:
+            fits = "fits" if peak + self.reserved <= self.capacity else "does not fit"
+            total = _gb(peak + self.reserved)
+            yield f"  {change:<32} {total:>10}, {fits}; time for a token {time - 1:+.0%}"
+
+    def _advice(self) -> Iterator[str]:
+        if not self.advice:
+            return
+        chosen = self.best.candidate.strategy
+        yield ""
+        yield f"rules of thumb, beside the computed {chosen}:"
+        for strategy, takes, why in self.advice:
+            agrees = (strategy == chosen) is takes
+            said = f"{'take' if takes else 'avoid'} {strategy}: {why}"
+            yield f"  {said:<64} {'' if agrees else self._instead(strategy, takes)}".rstrip()
+
+    def _instead(self, strategy: str, takes: bool) -> str:
+        """Say how the numbers differ from a rule."""
+        found = [other for other in self.others if other.candidate.strategy == strategy]
+        if strategy == self.best.candidate.strategy:
+            return "computed: the fastest that fits"
+        if not takes:
+            return ""
+        if not found:
+            return "computed: does not fit" if strategy != "diloco" else ""
+        slower = self.best.time.tokens_per_second / found[0].time.tokens_per_second - 1
+        return f"computed: {slower:.0%} slower" if slower > 0.005 else "computed: as fast"
+
+
+def _record(forecast: Forecast) -> dict[str, Any]:
+    candidate, memory, time = forecast
+    return {
+        "candidate": asdict(candidate),
+        "peak": memory.peak,
+        "in_host": memory.in_host,
+        "peak_at": str(memory.at_peak),
+        "by_kind": memory.by_kind,
+        "by_unit": memory.by_unit,
+        "seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu(),
+        "parts": time.parts,
+    }
+
+
+def _largest(parts: Mapping[str, float]) -> str:
+    return max(parts, key=lambda part: parts[part])
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _duration(days: float) -> str:
+    if days >= 2:
+        return f"{days:,.1f} days"
+    return f"{days * 24:,.1f} hours" if days * 24 >= 2 else f"{days * 1440:,.0f} minutes"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:g} {letter}"
+    return f"{number:,}"

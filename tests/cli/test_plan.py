@@ -1,0 +1,89 @@
+"""``shardwise plan``: a verdict in one line, what it rests on, and an exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardwise.cli import main
+from shardwise.cli.plan import quantity
+from tests.hf.folders import tiny
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *arguments])
+    out, error = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, out, error
+
+
+def test_a_recipe_is_judged_as_it_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written = tmp_path / "new.yaml"
+    asked = ("--gpus", "4xL4", "--strategy", "zero1", "--why", "peak", "--write", str(written))
+    code, out, _ = plan(capsys, "recipes/demo.yaml", *asked, "--micro-batch", "4")
+    assert code == 0
+    first, second, *_ = out.splitlines()
+    assert first.startswith("FITS on 4 x L4: peak ")
+    assert second == "with zero1, 4 rows, nothing recomputed"
+    assert "rules of thumb" in out
+    assert "kind  activations" in out
+    recipe = yaml.safe_load(written.read_text())
+    assert recipe["sharding"]["strategy"] == "zero1"
+    assert recipe["batch"] == {"rows": 16, "micro": 4}
+    assert recipe["model"]["width"] == 256
+
+
+def test_a_folder_of_transformers_with_an_adapter(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tiny("llama", tmp_path) / "config.json"
+    asked = ("--gpus", "2xRTX 4090", "--lora", "r=4", "--seq", "32", "--global-batch", "64")
+    code, out, _ = plan(capsys, str(config), *asked, "--json")
+    said: dict[str, Any] = json.loads(out)
+    assert code == 0
+    assert said["verdict"] == "fits"
+    assert said["by_kind"]["activations"] > 0
+    assert {other["candidate"]["strategy"] for other in said["others"]} >= {"no_shard", "zero1"}
+
+
+def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written = tmp_path / "old.yaml"
+    written.write_text("mine")
+    code, _, error = plan(capsys, "recipes/demo.yaml", "--write", str(written))
+    assert code == 1
+    assert "old.yaml exists" in error
+    assert written.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--gpus", "8xH1000"), "nearest is 'H100"),
+        (("--gpus", "H100"), "such as 8xH100"),
+        (("--gpus", "2xL4", "--link", "string"), "no link is called 'string'"),
+        (("--gpus", "2xL4", "--lora", "r=4"), "--lora and --quantize are for models of transf"),
+        (("--gpus", "2xL4", "--micro-batch", "3"), "such as 18"),
+        (("--gpus", "2xL4", "--global-batch", "many"), "no quantity"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
+) -> None:
+    code, _, error = plan(capsys, "recipes/demo.yaml", *arguments)
+    assert code == 1
+    assert sentence in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1Mtok", 10**6), ("15B", 15 * 10**9), ("4,096", 4096), ("2.5k", 2500), ("1 Mtokens", 10**6)],
+)
+def test_quantities_are_read_as_people_write_them(text: str, number: int) -> None:
+    assert quantity(text) == number

@@ -1,0 +1,47 @@
+"""Rules of thumb of the guide to FSDP over several machines."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.plan.forecast.advice import Situation, advise
+
+BILLION = 1_000_000_000
+
+
+def said(*situation: object) -> dict[str, bool]:
+    return {advice.strategy: advice.takes for advice in advise(Situation(*situation))}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("billions", "takes"), [(0.9, True), (1.1, False)])
+def test_no_shard_is_for_models_below_a_billion(billions: float, takes: bool) -> None:
+    assert said(int(billions * BILLION), "nvswitch", None, 0)["no_shard"] is takes
+
+
+@pytest.mark.parametrize(
+    ("inside", "avoided"),
+    [
+        ("nvswitch", set()),
+        ("nvlink", {"full_shard"}),
+        ("pcie5", {"full_shard"}),
+        ("pcie4", {"full_shard", "shard_grad_op"}),
+    ],
+)
+def test_sharding_asks_for_fast_links_in_a_host(inside: str, avoided: set[str]) -> None:
+    rules = said(8 * BILLION, inside, None, 0)
+    assert {strategy for strategy, takes in rules.items() if not takes} == {"no_shard", *avoided}
+
+
+@pytest.mark.parametrize(
+    ("billions", "between", "takes"),
+    [(8, "infiniband", False), (6, "infiniband", True), (8, "ethernet", True)],
+)
+def test_hybrids_are_for_small_models_or_without_infiniband(
+    billions: int, between: str, takes: bool
+) -> None:
+    assert said(billions * BILLION, "nvswitch", between, 400e9)["hybrid_shard"] is takes
+
+
+def test_below_100_gigabits_hosts_should_meet_rarely() -> None:
+    assert said(8 * BILLION, "nvswitch", "ethernet", 99e9)["diloco"]
+    assert "diloco" not in said(8 * BILLION, "nvswitch", "ethernet", 100e9)
