@@ -9,6 +9,7 @@ import click
 import benchmarks.checkpoint.run
 import benchmarks.faults.run
 import benchmarks.finetune.run
+import benchmarks.foresight.run
 import benchmarks.gpu.run
 import benchmarks.mutants.run
 import benchmarks.scorecard.run
@@ -28,7 +29,9 @@ def main(context: click.Context) -> None:
         follow(benchmarks.step.run.run(benchmarks.step.run.SHORT, log))
 
 
-for name in ("step", "gpu", "checkpoint", "faults", "finetune", "mutants", "scorecard", "start"):
+PLANNED = ("foresight",)  # nothing is run, for it judges forecasts
+RUN = ("step", "gpu", "checkpoint", "faults", "finetune", "mutants", "scorecard", "start")
+for name in (*PLANNED, *RUN):
     module = getattr(benchmarks, name).run
     main.add_command(command(name, module.Config, module.run))
 

@@ -44,6 +44,12 @@ def test_an_unknown_name_is_one_sentence_with_the_nearest() -> None:
         known().link("NVLink 44")
 
 
+def test_forecasts_have_errors_by_what_is_known() -> None:
+    errors = known().errors
+    assert {*errors} == {"seen", "calibrated", "unseen", "memory"}
+    assert all(0 < error.middle < error.most < 1 for error in errors.values())
+
+
 def test_a_link_may_be_a_rate() -> None:
     link = known().link("400 Gb/s")
     assert link.bandwidth == pytest.approx(45e9)

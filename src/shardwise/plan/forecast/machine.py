@@ -111,6 +111,14 @@ class Constants:
 
 
 @dataclass(frozen=True)
+class Error:
+    """Relative errors of forecasts: a middle one, and the largest of nine in ten."""
+
+    middle: float
+    most: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """Ranks that train together: ``per_host`` in each host, all alike."""
 
@@ -123,11 +131,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Table:
-    """Accelerators and links by name."""
+    """Accelerators and links by name.
+
+    Attributes:
+        errors: by what is known: ``"seen"``: published results of the same source;
+            ``"calibrated"``: one measurement on the same machine; ``"unseen"``: neither.
+            ``"memory"``: of peaks.
+    """
 
     accelerators: Mapping[str, Accelerator]
     links: Mapping[str, Link]
     constants: Constants
+    errors: Mapping[str, Error]
 
     @classmethod
     def read(cls, path: Path = TABLE) -> Table:
@@ -138,8 +153,10 @@ class Table:
             for name, entry in entries.get("accelerators", {}).items()
         }
         links = {name: Link(name, **entry) for name, entry in entries.get("links", {}).items()}
-        constants = entries.get("constants")
-        return cls(accelerators, links, Constants(**constants) if constants else known().constants)
+        if "constants" not in entries:
+            return cls(accelerators, links, known().constants, known().errors)
+        errors = {name: Error(**entry) for name, entry in entries["errors"].items()}
+        return cls(accelerators, links, Constants(**entries["constants"]), errors)
 
     def with_file(self, path: Path) -> Table:
         """This table and the entries of a file, which replace those of the same name."""

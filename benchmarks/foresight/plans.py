@@ -1,0 +1,221 @@
+"""A case as a plan: what is computed, cut and sent, of a model on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from benchmarks.foresight.models import Decoder, Shape, Variant, few
+from benchmarks.foresight.rows import Case
+from shardwise.comm.grid import Grid
+from shardwise.config.precision import Precision
+from shardwise.plan.blueprint import Blueprint
+from shardwise.plan.draw import draw
+from shardwise.plan.forecast.collectives import Network
+from shardwise.plan.forecast.machine import Accelerator, Constants
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.forecast.rates import Kernels, Rates
+from shardwise.plan.forecast.time import TimeForecast, optimizer_seconds, walk
+from shardwise.plan.forecast.work import Pass, Span, StepWork, UnitWork
+from shardwise.plan.order import mirror
+from shardwise.plan.schedule.decide import events
+from shardwise.plan.schedule.events import Cue, Event, Op, Order, UnitBytes
+from shardwise.plan.units.units import choose_units
+from shardwise.plan.units.wrap import by_class
+
+DEQUANTISED = 5.0  # bytes moved for each element of 4 bits: read once, bf16 written and read
+ADAMW = 44  # bytes moved for each element: fp32 read and written, gradients, the norm to clip
+ADAMW_BF16 = 16  # where all of it is bf16
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a case asks of a machine; all blocks are there.
+
+    Attributes:
+        modes: the events of each kind of micro-batch, and how many of them a step has.
+        stepped: bytes that the optimizer moves.
+    """
+
+    case: Case
+    work: StepWork
+    nbytes: Mapping[str, UnitBytes]
+    grid: Grid
+    modes: tuple[tuple[tuple[Event, ...], int], ...]
+    stepped: float
+
+    @property
+    def measured(self) -> float:
+        """Tokens per second of one rank."""
+        assert self.case.tokens_per_second is not None
+        return self.case.tokens_per_second
+
+    def forecast(self, accelerator: Accelerator, constants: Constants) -> TimeForecast:
+        """Time of a step on the case's machine with these constants."""
+        one = self.case
+        machine = replace(one.machine, accelerator=accelerator)
+        blocks = frozenset(unit for unit in self.work.units if unit.startswith("blocks."))
+        software = one.software
+        kernels = Kernels(software.compiled, software.attention, one.precision, blocks)
+        rates, network = Rates(accelerator, kernels, constants), Network.of(machine, self.grid)
+        walked = tuple(
+            (walk(listed, self.nbytes, self.work, rates, network), times)
+            for listed, times in self.modes
+        )
+        seconds = optimizer_seconds(self.stepped, rates)
+        return TimeForecast(walked, seconds, self.work, accelerator.peak("bf16"))
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan of a case."""
+    work = work_of(case)
+    blueprint = blueprint_of(case)
+    of_two = {unit: _sent(each, case) for unit, each in blueprint.nbytes.items()}
+    nbytes = {unit: of_two.get(unit, of_two["blocks.1"]) for unit in work.units}
+    placements = dict.fromkeys(work.units, blueprint.placement)
+    policy = replace(blueprint.policy, placements=placements)
+    if case.strategy in ("zero1", "no_shard"):
+        modes = [("accumulate", case.micro_batches - 1), ("last", 1)]
+        modes = modes if case.micro_batches > 1 else [("train", 1)]
+    else:  # torch's FSDP reduces the gradients of each micro-batch
+        modes = [("train", case.micro_batches)]
+    listed = tuple((events(work.order, policy, nbytes, mode), times) for mode, times in modes)
+    return Plan(case, work, nbytes, blueprint.grid, listed, _stepped(case))
+
+
+def work_of(case: Case) -> StepWork:
+    """Work of one micro-batch."""
+    work = _observed(case.shape, case.variant, case.micro_batch)
+    work = _quantised(work, case) if case.quantized else work
+    return all_blocks(work, case.shape.layers, case.software.checkpointing == "second")
+
+
+def _stepped(case: Case) -> float:
+    trained = case.shape.parameters if not case.rank else 0
+    pieces = 1 if case.strategy == "no_shard" else case.shards
+    return trained / pieces * (ADAMW_BF16 if case.software.stored == "bfloat16" else ADAMW)
+
+
+@cache
+def _model(shape: Shape, variant: Variant, stored: str = "float32") -> Decoder:
+    with torch.device("meta"):
+        return Decoder(shape, variant).to(getattr(torch, stored))
+
+
+def blueprint_of(case: Case, layers: int = 2) -> Blueprint:
+    """The case's model with so many layers, as it is cut."""
+    model = _model(few(case.shape, layers), case.variant, case.software.stored)
+    mesh = (case.ranks // case.shards, case.shards) if case.strategy == "hybrid_shard" else None
+    return draw(
+        model,
+        case.strategy,
+        wrap=by_class("Block"),
+        ranks=(0, case.ranks),
+        mesh=mesh,
+        precision=_precision(case.software.reduce),
+    )
+
+
+def _precision(reduce: str) -> Precision:
+    return Precision(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, reduce))
+
+
+def _sent(nbytes: UnitBytes, case: Case) -> UnitBytes:
+    """Fewer where parameters travel in 8 or 4 bits."""
+    share = 0.25 if case.quantized else 0.5 if case.wire == "fp8" else 1
+    return nbytes._replace(gather_sent=int(nbytes.gather_sent * share))
+
+
+# ---- work --------------------------------------------------------------------------------------
+
+
+@cache
+def _observed(shape: Shape, variant: Variant, rows: int) -> StepWork:
+    """Work of two blocks."""
+    model = _model(few(shape, 2), variant)
+    units = choose_units(model, by_class("Block"))
+    ids = torch.empty(rows, variant.length, dtype=torch.long, device="meta")
+    return observe(model, units, (ids,), {}, None, _precision("float32"), lambda loss: loss)
+
+
+def _quantised(work: StepWork, case: Case) -> StepWork:
+    moved = int(case.shape.block_parameters * DEQUANTISED)
+
+    def more(part: Pass, times: int) -> Pass:
+        return replace(part, moved=part.moved + times * moved)
+
+    units = {
+        name: replace(
+            unit,
+            forward=more(unit.forward, 1),
+            backward=more(unit.backward, 1 + bool(unit.recomputed.kernels)),
+        )
+        if name.startswith("blocks.")
+        else unit
+        for name, unit in work.units.items()
+    }
+    return replace(work, units=units)
+
+
+def all_blocks(work: StepWork, layers: int, alternate: bool) -> StepWork:
+    """The second block stands for all after it; with ``alternate`` both take turns."""
+    period = 2 if alternate else 1
+    forward = tuple(_repeated(work.order.forward, layers))
+    units: dict[str, UnitWork] = {}
+    for cue in forward:
+        place = _number(cue.unit)
+        known = cue.unit if place is None else f"blocks.{place % 2 if alternate else min(place, 1)}"
+        units[cue.unit] = work.units[known]
+    more, backward = layers - 2, mirror(forward)
+    first = {unit: _place(work, unit, more) for unit in work.first_gradients}
+    for number in range(2, layers):  # entered before the second
+        if "blocks.1" in first:
+            first[f"blocks.{number}"] = first["blocks.1"] - 2 * (number - 1)
+    # A block comes with the span before it, and on the way back with the one after it.
+    before = _enters(work.order.forward, f"blocks.{2 - period}")
+    after = _enters(work.order.backward, "blocks.1") + 1
+    return replace(
+        work,
+        units=units,
+        order=Order(forward, backward),
+        forward=_with_spans(work.forward, before, 2 * period, more // period),
+        backward=_with_spans(work.backward, after, 2 * period, more // period),
+        first_gradients=first,
+    )
+
+
+def _number(unit: str) -> int | None:
+    """The number of a block; ``None`` for other units."""
+    number = unit.removeprefix("blocks.")
+    return None if number == unit else int(number)
+
+
+def _enters(cues: Sequence[Cue], unit: str) -> int:
+    """The place of the first cue of ``unit``, and so of the span before it."""
+    return next(place for place, cue in enumerate(cues) if cue.unit == unit)
+
+
+def _place(work: StepWork, unit: str, more: int) -> int:
+    """The span of a unit's first gradient, where as many blocks more come before the first."""
+    place = work.first_gradients[unit]
+    cues = [cue.unit for cue in work.order.backward]
+    return place + 2 * more * (place > cues.index("blocks.1"))
+
+
+def _with_spans(spans: Sequence[Span], start: int, size: int, times: int) -> tuple[Span, ...]:
+    """``spans``, of which those from ``start`` on come so many times more."""
+    again = [*spans[start : start + size]]
+    return (*spans[:start], *again * times, *spans[start:])
+
+
+def _repeated(cues: Iterable[Cue], layers: int) -> Iterator[Cue]:
+    for cue in cues:
+        if cue.unit != "blocks.1":
+            yield cue
+        elif cue.op is Op.ENTER:
+            for number in range(1, layers):
+                yield Cue(Op.ENTER, f"blocks.{number}", cue.phase)
+                yield Cue(Op.EXIT, f"blocks.{number}", cue.phase)

@@ -1,0 +1,347 @@
+"""Rows of published results, each read as a case that a data-parallel plan can express.
+
+A row that is none names the reason. What a row leaves open is as its publisher's software does it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.foresight.models import Checkpointing, Shape, Variant, shape_named
+from shardwise.errors import ConfigError
+from shardwise.plan.forecast.machine import Machine, known
+from shardwise.plan.forecast.rates import AttentionKernel
+
+PUBLISHED = Path(__file__).with_name("published.csv")
+TOLERANCE = 0.07  # of the parameters, between a shape and its row
+Row = Mapping[str, str]
+
+
+class Inexpressible(Exception):
+    """Why a row is no case."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a publisher's software does where a row does not say it.
+
+    Attributes:
+        compiled: elementwise kernels are fused by hand, or by default.
+        attention: the kernels for attention.
+        checkpointing: the policy.
+        reduce: the dtype in which gradients are summed.
+        everywhere: adapters are on all linear maps, and not on those of attention alone.
+        chunks: parts of a sequence whose logits are computed one after the other.
+        stored: the dtype of parameters and of the optimizer's state.
+        offloads: inputs of recomputed blocks are in host memory.
+        optimizer: its name.
+    """
+
+    compiled: bool = True
+    attention: AttentionKernel = "flash2"
+    checkpointing: Checkpointing = "none"
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    everywhere: bool = False
+    chunks: int = 1
+    stored: Literal["float32", "bfloat16"] = "float32"
+    offloads: bool = False
+    optimizer: str = "adamw"
+
+
+SOFTWARE = {  # by the beginning of the framework's name
+    "llm-foundry": Software(attention="flash1"),  # Triton's, of 2022
+    "megatron": Software(attention="fastest", reduce="bfloat16"),  # cuDNN's, TransformerEngine
+    "nemo": Software(attention="fastest", reduce="bfloat16"),
+    "maxtext": Software(attention="fastest"),
+    "torchtune": Software(checkpointing="full", reduce="bfloat16", chunks=8, stored="bfloat16"),
+    "fsdp_qlora": Software(compiled=False, everywhere=True, stored="bfloat16"),
+    "prime-rl": Software(everywhere=True, chunks=16),
+}
+STAGES = ("packed", "compile", "chunked", "act ckpt", "fuse", "act offl", "8-bit", "lora")
+"""Of a table in which each row adds one technique to those before."""
+CHECKPOINTING: Mapping[str, Checkpointing] = {
+    "none": "none",
+    "full": "full",
+    "full + act offload": "full",
+    "selective-op": "matmuls",
+    "selective-layer": "second",
+    "selective": "second",
+    "minimal_with_context": "moved",
+    "minimal": "moved",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as a plan.
+
+    Attributes:
+        source: the folder of documents that it is from.
+        tokens_per_second: of one rank; ``None``: not published.
+        memory: bytes at most; ``None``: not published.
+        allocated: it is what was allocated, and not what the allocator had reserved.
+        shards: ranks that hold one copy of the model.
+        rank: of the adapters; 0 for none.
+        seconds: of one step.
+    """
+
+    number: str
+    title: str
+    source: str
+    shape: Shape
+    length: int
+    micro_batch: int
+    micro_batches: int
+    ranks: int
+    shards: int
+    strategy: str
+    machine: Machine
+    precision: Literal["bf16", "fp8", "fp4"]
+    wire: Literal["bf16", "fp8"]
+    quantized: bool
+    software: Software
+    rank: int
+    tokens_per_second: float | None
+    memory: float | None
+    allocated: bool
+
+    @property
+    def variant(self) -> Variant:
+        """What is trained, and how."""
+        soft = self.software
+        policy, chunks = soft.checkpointing, soft.chunks
+        return Variant(self.length, self.rank, soft.everywhere, policy, chunks)
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """The source and the accelerator, of which one row calibrates the others."""
+        return self.source, self.machine.accelerator.name
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank and step."""
+        return self.length * self.micro_batch * self.micro_batches
+
+
+def read(path: Path) -> tuple[list[Case], dict[str, list[str]]]:
+    """Return the cases of a file, and the numbers of its other rows by reason."""
+    cases: list[Case] = []
+    others: dict[str, list[str]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            try:
+                cases.append(case(row))
+            except (Inexpressible, ConfigError) as reason:
+                others.setdefault(str(reason), []).append(row.get("row_id", ""))
+    return cases, others
+
+
+def case(row: Row) -> Case:
+    """The case of a row.
+
+    Raises:
+        Inexpressible, ConfigError: it is none.
+    """
+    row = {name: (value or "").strip() for name, value in row.items() if name}
+    _check(row)
+    shape, strategy = _shape(row), row["strategy"].lower()
+    ranks = int(_number(row, "n_gpus", "the number of accelerators is not stated"))
+    length = int(_number(row, "seq_len", "the sequence length is not stated"))
+    micro_batch = int(_number(row, "micro_batch", "the micro-batch is not stated"))
+    micro_batches = _micro_batches(row, ranks, micro_batch)
+    machine, software = _machine(row, ranks), _software(row)
+    one = Case(
+        number=row["row_id"],
+        title=f"{row['framework']}, {row['model']}, {ranks} x {row['gpu']}",
+        source=_source(row["source"]),
+        shape=shape,
+        length=length,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        ranks=ranks,
+        shards=_shards(strategy, ranks, machine),
+        strategy=_strategy(strategy, ranks, machine),
+        machine=machine,
+        precision=_precision(row["precision"].lower()),
+        wire="fp8" if "fp8 all-gather" in row["precision"] else "bf16",
+        quantized="nf4" in row["precision"] or "qlora" in row["task"].lower(),
+        software=software,
+        rank=_rank(row),
+        tokens_per_second=_tokens_per_second(row, shape, length * micro_batch * micro_batches),
+        memory=_memory(row),
+        allocated="memory ACTIVE" in row["notes"] or row["framework"].startswith("torchtune"),
+    )
+    if one.tokens_per_second is None and one.memory is None:
+        raise Inexpressible("neither throughput nor memory is stated")
+    _check_possible(one)
+    return one
+
+
+def _check(row: Row) -> None:
+    parallel = ("tp", "pp", "cp", "ep")
+    several = [axis for axis in parallel if row.get(axis, "") not in ("", "1")]
+    if several:
+        raise Inexpressible("tensor, pipeline, context or expert parallel")
+    if re.search(r"\b(tp|pp|cp|ep)[2-9]|not stated", row["strategy"].lower()):
+        raise Inexpressible("the layout is not stated, or not data-parallel alone")
+    if row["offload"].lower() not in ("", "none", "activation"):
+        raise Inexpressible("parameters or the optimizer are in host memory")
+    if "outlier" in row["quality"]:
+        raise Inexpressible("an outlier in its own table")
+    if "baseline" in row["strategy"].lower() and "unpacked" not in row["strategy"].lower():
+        raise Inexpressible("sequences are not packed, so tokens are not known")
+
+
+def _shape(row: Row) -> Shape:
+    shape = shape_named(row["model"])
+    if shape is None:
+        mixture = "moe" in row["model"].lower()
+        raise Inexpressible("a mixture of experts" if mixture else "the model's shape is not known")
+    stated = float(row["params_b"] or 0) * 1e9
+    learnt = 0 if shape.gated else int(row["seq_len"] or 0) * shape.width
+    if stated and abs((shape.parameters + learnt) / stated - 1) > TOLERANCE:
+        raise Inexpressible("the model has another number of parameters than its shape")
+    return shape
+
+
+def _number(row: Row, name: str, reason: str) -> float:
+    try:
+        number = float(row[name])
+    except ValueError:
+        raise Inexpressible(reason) from None
+    if number < 1:
+        raise Inexpressible(reason)
+    return number
+
+
+def _optional(row: Row, name: str) -> float | None:
+    try:
+        return float(row.get(name, ""))
+    except ValueError:
+        return None
+
+
+def _micro_batches(row: Row, ranks: int, micro_batch: int) -> int:
+    stated, rows = _optional(row, "grad_accum"), _optional(row, "global_batch_seqs")
+    if stated is not None:
+        return max(1, round(stated))
+    return max(1, round(rows / ranks / micro_batch)) if rows else 1
+
+
+def _machine(row: Row, ranks: int) -> Machine:
+    name = re.sub(r"^\d+x", "", row["gpu"])
+    if not name:
+        raise Inexpressible("the accelerator is not stated")
+    text, between, inside = row["interconnect"], None, None
+    rate = re.search(r"([\d.]+) (G|T)b(?:ps|/s)(?:/node| per node| RoCE per node)?", text)
+    if rate is not None and ("per GPU" not in text and "Ethernet" not in text):
+        between = f"{float(rate[1]) * (1000 if rate[2] == 'T' else 1):g} Gb/s"
+    if "TCPX" in text:
+        between = "GPUDirect-TCPX"
+    if text.startswith("PCIe") and known().accelerator(name).inside.startswith("NVLink"):
+        inside = "PCIe 4"
+    machine = known().machine(name, inside=inside, between=between)
+    return machine if machine.per_host <= ranks else known().machine(name, ranks, inside, between)
+
+
+def _software(row: Row) -> Software:
+    framework, told = row["framework"].lower(), row["strategy"].lower()
+    usual = next((s for name, s in SOFTWARE.items() if framework.startswith(name)), Software())
+    notes, attention = row["notes"].lower(), usual.attention
+    chunked = "sft" not in row["task"]  # prime-rl's, beside its own for reinforcement
+    if "flash_attention_3" in notes or row["compile"] == "XLA":
+        attention = "fastest"
+    compiled = usual.compiled if not row["compile"] else row["compile"] != "no"
+    policy = row["act_ckpt"].lower()
+    checkpointing = CHECKPOINTING.get(policy, usual.checkpointing if not policy else "full")
+    reduce = "bfloat16" if row["precision"] == "bf16" and "foundry" in framework else usual.reduce
+    stage = -1
+    if "cumulative" in told:
+        stage = next((n for n, name in enumerate(STAGES) if name in told), 0)
+        compiled, checkpointing = stage >= 1, "full" if stage >= 3 else "none"
+        chunked = stage >= 2
+    alone = row["n_gpus"] == "1" and row["precision"] == "bf16"  # all of it has to fit
+    return Software(
+        compiled,
+        attention,
+        checkpointing,
+        reduce,
+        usual.everywhere,
+        chunks=usual.chunks if chunked else 1,
+        stored="bfloat16" if alone else usual.stored,
+        offloads="offload" in policy or stage >= STAGES.index("act offl"),
+        optimizer="adamw_8bit" if stage >= STAGES.index("8-bit") else "adamw",
+    )
+
+
+def _shards(strategy: str, ranks: int, machine: Machine) -> int:
+    copies = re.search(r"(?:x dp|dcn_dp=|x dp=|replicate=)(\d+)", strategy)
+    if copies is not None:
+        return max(1, ranks // int(copies[1]))
+    return min(ranks, machine.per_host) if "hsdp" in strategy else ranks
+
+
+def _strategy(strategy: str, ranks: int, machine: Machine) -> str:
+    if _shards(strategy, ranks, machine) < ranks:
+        return "hybrid_shard"
+    if "shard_grad_op" in strategy or "zero-2" in strategy:
+        return "shard_grad_op"
+    if "fsdp" in strategy or "zero-3" in strategy or ranks == 1:
+        return "full_shard"
+    if "distributed-optimizer" in strategy or "zero-1" in strategy:
+        return "zero1"
+    if "ddp" in strategy:
+        return "no_shard"
+    raise Inexpressible("the strategy is not known")
+
+
+def _precision(text: str) -> Literal["bf16", "fp8", "fp4"]:
+    if "fp4" in text:
+        return "fp4"
+    return "fp8" if "fp8" in text or "float8" in text else "bf16"
+
+
+def _rank(row: Row) -> int:
+    if "lora" not in row["task"].lower() and "LoRA on" not in row["strategy"]:
+        return 0
+    stated = re.search(r"r(?:ank)?=?(\d+)", row["task"])
+    return int(stated[1]) if stated else 8
+
+
+def _tokens_per_second(row: Row, shape: Shape, tokens: int) -> float | None:
+    """Of one rank: from a step's time, as stated, or from FLOP/s over all pairs of tokens."""
+    seconds, stated, rate = (
+        _optional(row, name) for name in ("step_time_s", "tok_s_gpu", "tflops_gpu")
+    )
+    if seconds and row["grad_accum"]:
+        return tokens / seconds
+    if stated or not rate:
+        return stated
+    attended = 12 * shape.layers * shape.heads * shape.head_size * int(row["seq_len"])
+    return rate * 1e12 / (6 * shape.parameters + attended)
+
+
+def _memory(row: Row) -> float | None:
+    gib, gb = _optional(row, "peak_mem_gib"), _optional(row, "peak_mem_gb")
+    return gib * 2**30 if gib else gb * 1e9 if gb else None
+
+
+def _source(text: str) -> str:
+    """Documents of one folder are one source."""
+    folder = re.match(r"(.*\S+/\S*)/[^/ ]+\.(json|md|svg|rst|sh)\b", text)
+    return folder[1] if folder else text
+
+
+def _check_possible(one: Case) -> None:
+    """Some rows need more FLOP/s than the accelerator has, so they are from another one."""
+    if one.tokens_per_second is None:
+        return
+    passes = 2 + (not one.rank) + 0.7 * (one.software.checkpointing == "full")
+    needed = 2 * passes * one.shape.layers * one.shape.block_parameters * one.tokens_per_second
+    if needed > 0.85 * one.machine.accelerator.peak(one.precision):
+        raise Inexpressible("it would need more than 85 % of the accelerator's peak")

@@ -1,0 +1,157 @@
+"""The forecasts beside published results: a table by class, and what no case could be made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median, quantiles
+
+from benchmarks.foresight.fit import Fit, Judgement, judge
+from benchmarks.foresight.memory import memory_errors
+from benchmarks.foresight.plans import Plan, plan_of
+from benchmarks.foresight.rows import PUBLISHED, Case, read
+from benchmarks.harness.command import Log, setting
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.report import Column, Report, Row, Table
+from shardwise.plan.forecast.machine import known
+
+WORST = 10
+CLASSES = {  # error wanted of the mean, and of the 90th percentile
+    "seen": (8, 18),
+    "calibrated": (8, 18),
+    "unseen": (15, 30),
+}
+COLUMNS = (
+    Column("class"), Column("rows"), Column("MAPE %", ".1f"), Column("median %", ".1f"),
+    Column("p90 %", ".1f"), Column("wanted"),
+)  # fmt: skip
+SOURCES = (Column("source"), Column("accelerator"), Column("rows"), Column("bias %", "+.1f"),
+           Column("MAPE %", ".1f"))  # fmt: skip
+HARD = (Column("row"), Column("what"), Column("measured", ",.0f"), Column("forecast", ",.0f"),
+        Column("off %", "+.0f"))  # fmt: skip
+NOTES = """
+class       seen: judged by a fit on other rows, some of the same source. unseen: by a fit without
+            the row's source; documents of one folder are one source. calibrated: the same, where
+            one row of the source and accelerator was measured: the mean over which row that is
+error       of tokens per second and accelerator, relative to what was measured
+by source   forecasts by a fit without the source
+""".strip().splitlines()
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to judge."""
+
+    rows: str = setting("", "a CSV file with the columns of the published one; none: that one")
+
+
+def run(config: Config, log: Log) -> Iterator[Report]:
+    """Forecasts of throughput and memory beside published results, sources left out."""
+    published, others = read(PUBLISHED)
+    log(f"{len(published)} published rows as plans, and their fit")
+    fit = Fit.of(_plans(published))
+    cases, plans = published, fit.plans
+    if config.rows:
+        cases, others = read(Path(config.rows))
+        log(f"{len(cases)} rows of {config.rows} as plans")
+        plans = _plans(cases)
+    log("fits without each source")
+    judgement = judge(plans, fit)
+    log("memory")
+    memory = memory_errors(cases)
+    tables = (
+        _classes(judgement),
+        _by_source(plans, judgement),
+        _hardest(plans, judgement),
+        _others(others),
+    )
+    lines = (*NOTES, "", *_constants(fit), "", *summary(judgement, [*map(abs, memory.values())]))
+    settings = (f"{len(cases)} rows of {Path(config.rows or PUBLISHED).name} are plans",)
+    yield Report(this_machine(), settings, tables, lines)
+
+
+def _plans(cases: Sequence[Case]) -> list[Plan]:
+    return [plan_of(case) for case in cases if case.tokens_per_second]
+
+
+def summary(judgement: Judgement, memory: Sequence[float]) -> Iterator[str]:
+    """One line for each class, and one for memory."""
+    for name in CLASSES:
+        errors = _sizes(judgement, name)
+        mean, most = _percent(fmean, errors), _percent(_p90, errors)
+        yield f"foresight {name}: {len(errors)} rows, MAPE {mean:.1f}%, p90 {most:.1f}%"
+    mid, most = _percent(median, memory), _percent(_p90, memory)
+    yield f"foresight memory: {len(memory)} rows, median {mid:.1f}%, p90 {most:.1f}%"
+
+
+def _sizes(judgement: Judgement, name: str) -> list[float]:
+    return [abs(error) for error in getattr(judgement, name).values()]
+
+
+def _percent(of: Callable[[Sequence[float]], float], errors: Sequence[float]) -> float:
+    return 100 * of(errors) if errors else float("nan")
+
+
+def _p90(errors: Sequence[float]) -> float:
+    return quantiles(errors, n=10, method="inclusive")[8] if len(errors) > 1 else errors[0]
+
+
+def _classes(judgement: Judgement) -> Table:
+    rows: dict[str, Row] = {}
+    for name, (mean, most) in CLASSES.items():
+        errors = _sizes(judgement, name)
+        rows[name] = {
+            "rows": len(errors),
+            "MAPE %": _percent(fmean, errors),
+            "median %": _percent(median, errors),
+            "p90 %": _percent(_p90, errors),
+            "wanted": f"{mean} and {most}",
+        }
+    share = judgement.right / max(1, judgement.pairs)
+    order = f"{share:.1%} of {judgement.pairs:,} pairs of one source that differ by more than 5 %"
+    return Table.of("by class", COLUMNS, rows, (f"in the right order: {order}",))
+
+
+def _by_source(plans: Sequence[Plan], judgement: Judgement) -> Table:
+    groups: dict[tuple[str, str], list[float]] = {}
+    for plan in plans:
+        groups.setdefault(plan.case.group, []).append(judgement.unseen[plan.case.number])
+    by_size = sorted(groups.items(), key=lambda item: -len(item[1]))
+    cells = tuple(
+        (source, accelerator, len(errors), 100 * median(errors), 100 * fmean(map(abs, errors)))
+        for (source, accelerator), errors in by_size
+    )
+    return Table("by source", SOURCES, cells)
+
+
+def _hardest(plans: Sequence[Plan], judgement: Judgement) -> Table:
+    errors = judgement.unseen
+    hardest = sorted(plans, key=lambda plan: -abs(errors[plan.case.number]))[:WORST]
+    cells = tuple((p.case.number, p.case.title, *_off(p, errors)) for p in hardest)
+    return Table("the worst rows, by a fit without their source", HARD, cells)
+
+
+def _off(plan: Plan, errors: Mapping[str, float]) -> tuple[float, float, float]:
+    measured, error = plan.measured, errors[plan.case.number]
+    return measured, measured * (1 + error), 100 * error
+
+
+def _others(others: Mapping[str, Sequence[str]]) -> Table:
+    columns = Column("no plan expresses"), Column("rows"), Column("numbers")
+    cells = tuple(
+        (reason, len(numbers), " ".join(numbers[:8]) + (" …" if len(numbers) > 8 else ""))
+        for reason, numbers in sorted(others.items(), key=lambda item: -len(item[1]))
+    )
+    return Table("", columns, cells)
+
+
+def _constants(fit: Fit) -> Iterator[str]:
+    """The constants as ``machines.toml`` has them."""
+    fitted = fit.fitted
+    yield "constants, fitted on all published rows:"
+    values = asdict(fitted.constants())
+    yield "  " + ", ".join(f"{name} = {value:.3g}" for name, value in values.items())
+    for name in sorted({name for name, _ in fitted.names if name}):
+        one = fitted.accelerator(known().accelerator(name))
+        yield f"  {name}: products = {one.products:.3f}, attention = {one.attention:.3f}"

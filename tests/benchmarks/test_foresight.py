@@ -1,0 +1,135 @@
+"""Published rows as plans: how a row is read, what it asks of a machine, and how it is judged."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.foresight.fit import Fit, judge, ordered
+from benchmarks.foresight.memory import peak_of
+from benchmarks.foresight.models import Checkpointing, Decoder, Shape, Variant, few, shape_named
+from benchmarks.foresight.plans import plan_of, work_of
+from benchmarks.foresight.rows import PUBLISHED, Case, Inexpressible, case, read
+from benchmarks.foresight.run import summary
+from shardwise.config.precision import Precision
+from shardwise.plan.forecast.machine import known
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.units.units import choose_units
+from shardwise.plan.units.wrap import by_class
+
+SMALL = Shape(4, 64, 4, 2, 128, 256, 16)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, str]]:
+    with PUBLISHED.open(encoding="utf-8", newline="") as file:
+        return {row["row_id"]: row for row in csv.DictReader(file)}
+
+
+@pytest.fixture(scope="module")
+def small() -> Case:
+    return replace(read(PUBLISHED)[0][0], shape=SMALL, length=32, micro_batch=2, ranks=4, shards=4)
+
+
+def test_a_row_is_read_as_it_says_and_as_its_software_does(
+    rows: dict[str, dict[str, str]],
+) -> None:
+    one = case(rows["217"])
+    assert (one.shape, one.length, one.micro_batch, one.ranks) == (
+        shape_named("Llama-3.1-8B"), 8192, 2, 8,
+    )  # fmt: skip
+    assert (one.strategy, one.precision, one.software.compiled) == ("full_shard", "bf16", False)
+    assert one.machine.accelerator.name == "H100 500W"
+    assert one.software.checkpointing == "matmuls"
+    assert one.tokens_per_second == 5762
+    assert one.memory == pytest.approx(82.4 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("tp", "8", "tensor, pipeline"),
+        ("seq_len", "", "sequence length"),
+        ("model", "Nobody-9B", "shape is not known"),
+        ("model", "Qwen3-30B-A3B (MoE)", "a mixture"),
+        ("params_b", "70", "another number of parameters"),
+        ("strategy", "3D/4D (not stated)", "layout"),
+        ("offload", "cpu", "host memory"),
+        ("tok_s_gpu", "90000", "more than 85 %"),
+    ],
+)
+def test_a_row_that_no_plan_expresses_says_why(
+    rows: dict[str, dict[str, str]], column: str, value: str, reason: str
+) -> None:
+    with pytest.raises(Inexpressible, match=reason):
+        case(rows["217"] | {column: value})
+
+
+def test_two_blocks_stand_for_all(small: Case) -> None:
+    with torch.device("meta"):
+        model = Decoder(SMALL, Variant(32))
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    units = choose_units(model, by_class("Block"))
+    precision = Precision(param_dtype=torch.bfloat16)
+    whole = observe(model, units, (ids,), {}, None, precision, lambda loss: loss)
+    software = replace(small.software, checkpointing="none")
+    repeated = work_of(replace(small, software=software))
+    assert repeated.order == whole.order
+    assert repeated.flops == whole.flops
+    assert [*repeated.units] == [*whole.units]
+    assert [s.grown for s in repeated.forward] == [s.grown for s in whole.forward]
+    assert [s.grown for s in repeated.backward] == [s.grown for s in whole.backward]
+    assert repeated.first_gradients == whole.first_gradients
+
+
+@pytest.mark.parametrize("policy", ["full", "second", "matmuls", "moved"])
+def test_what_is_recomputed_is_not_kept(small: Case, policy: Checkpointing) -> None:
+    software = replace(small.software, checkpointing="none")
+    plain = replace(small, software=software)
+    saving = replace(small, software=replace(software, checkpointing=policy))
+    assert work_of(saving).saved < work_of(plain).saved
+    assert peak_of(saving) <= peak_of(plain)
+    assert few(SMALL, 2).layers == 2
+
+
+def test_more_micro_batches_take_longer_and_more_tokens(small: Case) -> None:
+    constants, a100 = known().constants, small.machine.accelerator
+    one = plan_of(small).forecast(a100, constants)
+    four = plan_of(replace(small, micro_batches=4)).forecast(a100, constants)
+    once = plan_of(replace(small, micro_batches=4, strategy="zero1")).forecast(a100, constants)
+    assert 3 * one.seconds < four.seconds < 4 * one.seconds
+    assert once.seconds < four.seconds  # its gradients travel once
+
+
+def test_a_fit_finds_constants_of_rows_that_they_made(small: Case) -> None:
+    accelerator = replace(small.machine.accelerator, products=0.5)
+    plans = []
+    for number, length in enumerate((256, 512, 1024, 2048)):
+        shape = replace(SMALL, width=1024, hidden=4096, head_size=64, heads=16, kv_heads=16)
+        plan = plan_of(replace(small, number=str(number), length=length, shape=shape))
+        made = plan.forecast(accelerator, known().constants).tokens_per_second
+        plans.append(replace(plan, case=replace(plan.case, tokens_per_second=made)))
+    fit = Fit.of(plans)
+    assert max(abs(fit.fitted.error(plan)) for plan in plans) < 0.05
+    judgement = judge(plans, fit)
+    assert max(map(abs, judgement.calibrated.values())) < 0.1
+    assert judgement.right == judgement.pairs
+    lines = [*summary(judgement, [0.1])]
+    assert [line.split(":")[0] for line in lines] == [
+        f"foresight {name}" for name in ("seen", "calibrated", "unseen", "memory")
+    ]
+    worse = {plans[0]: 0.0, plans[-1]: -9.0}
+    assert ordered(worse) == (1, 0)
+
+
+def test_a_file_of_rows_is_read_whatever_is_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    head, *lines = PUBLISHED.read_text("utf-8").splitlines()
+    file.write_text("\n".join([head, lines[0], "1,,,", lines[1].replace("H100", "Z9")]), "utf-8")
+    cases, others = read(file)
+    assert len(cases) == 1
+    assert sum(map(len, others.values())) == 2
