@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -100,9 +101,10 @@ def run(config: Config, log: Log) -> Iterator[Report]:
 def seconds(program: Program) -> dict[str, float]:
     """Seconds of each phase. The command is ended after the last one."""
     start, times, said = perf_counter(), dict[str, float](), list[str]()
-    waited = [*program.ends]
+    waited, settings = [*program.ends], {**os.environ}
+    settings.pop("PYTHONDONTWRITEBYTECODE", None)  # ours is compiled once, as what pip installs
     with subprocess.Popen(  # noqa: S603 - ours
-        program.command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        program.command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=settings
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
