@@ -317,4 +317,55 @@ def plan(model: str, why: str | None, as_json: bool, write: Path | None, **optio
     return run_plan(model, Asked(**options), why, as_json, write)
 
 
-COMMANDS = (convert_config, doctor, trace, explain, lint, data, plan)
+# --- bench -----------------------------------------------------------------------------------
+
+BENCH = """\
+Measure MODEL here under each strategy, beside torch's DDP and FSDP2: time, memory, bytes.
+
+MODEL is named as for `shardwise plan`. Its values are random; steps of all engines take turns in
+the same processes, and memory is measured in processes of each engine's own.
+
+\b
+Examples:
+  shardwise bench demo --nproc 2
+  shardwise bench model.py:build --engine full_shard --engine fsdp2 --rounds 20
+"""
+
+
+@click.command(
+    "bench",
+    help=BENCH,
+    short_help="Measure a model beside DDP and FSDP2.",
+    context_settings=CONTEXT_SETTINGS,
+)
+@click.argument("model")
+@click.option("--nproc", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Turns.")
+@click.option("--rows", type=click.IntRange(min=1), default=1, show_default=True, help="Of a rank.")
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a row.")
+@click.option("--engine", "engines", multiple=True, help="Only these; may be given again.")
+@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it as PNG.")
+@click.option("--memory", hidden=True)
+@click.option("--result", type=click.Path(path_type=Path), hidden=True)
+def bench(
+    engines: tuple[str, ...],
+    memory: str | None,
+    result: Path | None,
+    as_json: bool,
+    plot: Path | None,
+    **options: Any,
+) -> None:
+    """The command; its help is ``BENCH``."""
+    from shardwise.cli.bench import Bench, run_bench
+    from shardwise.integrations.side_by_side import ENGINES
+
+    rows = run_bench(Bench(engines=engines or ENGINES, **options), memory, result, as_json)
+    if plot is not None and rows:
+        from shardwise.train.plot import plot_engines
+
+        bars = {row.engine: (row.milliseconds, row.peak or 0) for row in rows}
+        plot_engines(bars, options["model"], plot)
+
+
+COMMANDS = (convert_config, doctor, trace, explain, lint, data, plan, bench)

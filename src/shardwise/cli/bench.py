@@ -1,0 +1,160 @@
+"""``shardwise bench``: a model of the user's under each strategy, beside DDP and FSDP2, here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from shardwise.cli.planned import Planned, planned
+from shardwise.cli.tables import table
+from shardwise.comm.machine.environment import read_launch
+from shardwise.config.strategies import STRATEGIES
+from shardwise.integrations.side_by_side import (
+    Measured,
+    Subject,
+    measure,
+    peak_memory,
+    process_group,
+)
+from shardwise.launch.launcher import exit_with_launcher, start
+from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.machine import known
+from shardwise.plan.forecast.search import Planner, Question
+
+MEMORY_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A measurement that is asked for."""
+
+    model: str
+    nproc: int
+    rounds: int
+    rows: int
+    seq: int | None
+    engines: tuple[str, ...]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line that asks for it again."""
+        words = [self.model, f"--rounds={self.rounds}", f"--rows={self.rows}"]
+        words += [f"--seq={self.seq}"] * (self.seq is not None)
+        return [*words, *(f"--engine={name}" for name in self.engines)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine: measured, and planned where it is ours; bytes over all ranks."""
+
+    engine: str
+    milliseconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    sent: int | None
+    peak: int | None = None
+    planned_peak: int | None = None
+
+
+def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bool) -> list[Row]:
+    """Measure and print; or, as one of the ranks, measure and write to ``result``."""
+    if read_launch(os.environ) is not None:
+        exit_with_launcher(os.environ)
+        _as_a_rank(bench, memory, result, as_json)
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "result.json"
+
+        def ranks(*more: str) -> Any:
+            words = ["bench", *bench.arguments, f"--result={written}", *more]
+            start([sys.executable, "-m", "shardwise.cli", *words], bench.nproc)
+            return json.loads(written.read_text("ascii"))
+
+        rows = [Row(**row) for row in ranks()]
+        for number, row in enumerate(rows):
+            _say(f"memory of {row.engine}, in processes of its own")
+            rows[number] = replace(row, peak=ranks(f"--memory={row.engine}"))
+    rows = [_planned(row, bench) for row in rows]
+    _print(rows, bench, as_json)
+    return rows
+
+
+def _as_a_rank(bench: Bench, memory: str | None, result: Path | None, as_json: bool) -> None:
+    asked = planned(bench.model, bench.seq, None, None)
+    args, kwargs = asked.inputs(bench.rows)
+    subject = Subject(asked.model, args, kwargs, asked.loss, asked.arguments)
+    with process_group() as rank:
+        say = _say if rank == 0 else lambda _: None
+        if memory is not None:
+            answer: Any = peak_memory(subject, memory, MEMORY_STEPS)
+        else:
+            answer = _rows(asked, bench, measure(subject, bench.engines, bench.rounds, say))
+    if rank == 0 and result is not None:
+        result.write_text(json.dumps(answer), "ascii")
+    elif rank == 0:
+        _print([Row(**row) for row in answer], bench, as_json)
+
+
+def _rows(asked: Planned, bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    work = Planner(_question(asked, 1)).forecast(Candidate("no_shard", bench.rows)).time.work
+    ranks, rows = int(os.environ["WORLD_SIZE"]), []
+    for one in measured:
+        steps = 1e3 / one.milliseconds
+        rates = work.tokens * ranks * steps, work.flops * steps
+        rows.append(asdict(Row(one.engine, one.milliseconds, *rates, one.sent)))
+    return rows
+
+
+def _question(asked: Planned, ranks: int) -> Question:
+    """A question about memory alone, whose machine has the device that is here."""
+    device = torch.accelerator.current_accelerator()
+    machine = known().machine("H100", ranks)
+    accelerator = replace(machine.accelerator, device="cpu" if device is None else device.type)
+    here = replace(machine, accelerator=accelerator)
+    question = Question(asked.model, asked.inputs, here, ranks, arguments=asked.arguments)
+    return replace(question, loss=asked.loss)
+
+
+def _planned(row: Row, bench: Bench) -> Row:
+    if row.engine not in STRATEGIES:
+        return row
+    question = _question(planned(bench.model, bench.seq, None, None), bench.nproc)
+    forecast = Planner(question).forecast(Candidate(row.engine, bench.rows))
+    return replace(row, planned_peak=bench.nproc * forecast.memory.peak)
+
+
+def _print(rows: Sequence[Row], bench: Bench, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows]))
+        return
+    head = ["engine", "ms", "tokens/s", "TFLOP/s a rank", "MB sent", "MB peak", "planned"]
+    click.echo(f"{bench.model}, {bench.rows} rows on each rank, medians of {bench.rounds} rounds")
+    click.echo()
+    for line in table([_cells(row) for row in rows], head):
+        click.echo(line)
+    click.echo()
+    click.echo("ms, sent    of a step, of a rank; engines take turns, the slowest rank counts")
+    click.echo("peak        of all ranks, beyond Python and torch; each engine by itself")
+    click.echo("planned     the same, from the plan; `shardwise plan` says what it consists of")
+
+
+def _cells(row: Row) -> list[str]:
+    def megabytes(nbytes: int | None) -> str:
+        return "-" if nbytes is None else f"{nbytes / 1e6:,.1f}"
+
+    rates = f"{row.tokens_per_second:,.0f}", f"{row.flops_per_second / 1e12:,.3f}"
+    sizes = map(megabytes, (row.sent, row.peak, row.planned_peak))
+    return [row.engine, f"{row.milliseconds:,.1f}", *rates, *sizes]
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)

@@ -1,0 +1,37 @@
+"""``shardwise bench``: measured beside planned, in a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+
+MODEL = """
+import torch
+
+def build():
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
+    return torch.nn.Sequential(*layers), torch.zeros(2, 1024)
+"""
+
+
+def test_an_engine_is_measured_and_planned(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    picture = tmp_path / "bench.png"
+    asked = ["--engine", "full_shard", "--rounds", "2", "--json", "--plot", str(picture)]
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", f"{tmp_path}/model.py:build", *asked])
+    out, error = capfd.readouterr()
+    assert caught.value.code == 0, error
+    (row,) = json.loads(out)
+    assert row["engine"] == "full_shard"
+    assert row["milliseconds"] > 0
+    state = 4 * 4 * 4 * 1024 * 1025  # bytes of four layers, as AdamW has them
+    assert row["planned_peak"] > state
+    assert row["peak"] > 0.9 * state
+    assert picture.stat().st_size > 1000
