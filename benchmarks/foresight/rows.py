@@ -66,6 +66,7 @@ STAGES = ("packed", "compile", "chunked", "act ckpt", "fuse", "act offl", "8-bit
 """Of a table in which each row adds one technique to those before."""
 CHECKPOINTING: Mapping[str, Checkpointing] = {
     "none": "none",
+    "no": "none",
     "full": "full",
     "full + act offload": "full",
     "selective-op": "matmuls",
@@ -202,8 +203,8 @@ def _shape(row: Row) -> Shape:
     if shape is None:
         mixture = "moe" in row["model"].lower()
         raise Inexpressible("a mixture of experts" if mixture else "the model's shape is not known")
-    stated = float(row["params_b"] or 0) * 1e9
-    learnt = 0 if shape.gated else int(row["seq_len"] or 0) * shape.width
+    stated = (_optional(row, "params_b") or 0) * 1e9
+    learnt = 0 if shape.gated else (_optional(row, "seq_len") or 0) * shape.width
     if stated and abs((shape.parameters + learnt) / stated - 1) > TOLERANCE:
         raise Inexpressible("the model has another number of parameters than its shape")
     return shape
@@ -234,19 +235,28 @@ def _micro_batches(row: Row, ranks: int, micro_batch: int) -> int:
 
 
 def _machine(row: Row, ranks: int) -> Machine:
-    name = re.sub(r"^\d+x", "", row["gpu"])
-    if not name:
-        raise Inexpressible("the accelerator is not stated")
+    name = _accelerator(re.sub(r"^\d+x", "", row["gpu"]))
     text, between, inside = row["interconnect"], None, None
-    rate = re.search(r"([\d.]+) (G|T)b(?:ps|/s)(?:/node| per node| RoCE per node)?", text)
-    if rate is not None and ("per GPU" not in text and "Ethernet" not in text):
-        between = f"{float(rate[1]) * (1000 if rate[2] == 'T' else 1):g} Gb/s"
+    rate = re.search(r"(?:(\d+) ?x ?)?([\d.]+) ?(G|T)b(?:ps|/s)", text)
+    if rate is not None and "per GPU" not in text:
+        cards = int(rate[1] or 1) * (1000 if rate[3] == "T" else 1)
+        between = f"{float(rate[2]) * cards:g} Gb/s"
     if "TCPX" in text:
         between = "GPUDirect-TCPX"
     if text.startswith("PCIe") and known().accelerator(name).inside.startswith("NVLink"):
         inside = "PCIe 4"
     machine = known().machine(name, inside=inside, between=between)
     return machine if machine.per_host <= ranks else known().machine(name, ranks, inside, between)
+
+
+def _accelerator(name: str) -> str:
+    """A name that is known, if need be without the memory that it ends with."""
+    if not name:
+        raise Inexpressible("the accelerator is not stated")
+    try:
+        return known().accelerator(name).name
+    except ConfigError:
+        return known().accelerator(re.sub(r"-\d+GB.*$", "", name)).name
 
 
 def _software(row: Row) -> Software:
@@ -258,7 +268,7 @@ def _software(row: Row) -> Software:
         attention = "fastest"
     compiled = usual.compiled if not row["compile"] else row["compile"] != "no"
     policy = row["act_ckpt"].lower()
-    checkpointing = CHECKPOINTING.get(policy, usual.checkpointing if not policy else "full")
+    checkpointing = usual.checkpointing if not policy else _checkpointing(policy, row)
     reduce = "bfloat16" if row["precision"] == "bf16" and "foundry" in framework else usual.reduce
     stage = -1
     if "cumulative" in told:
@@ -279,11 +289,23 @@ def _software(row: Row) -> Software:
     )
 
 
+def _checkpointing(policy: str, row: Row) -> Checkpointing:
+    """The policy of this name; of a number of blocks, the nearest."""
+    blocks = re.match(r"\d+", policy)
+    if blocks is None:
+        return CHECKPOINTING.get(policy, "full")
+    share = int(blocks[0]) / (_optional(row, "n_layers") or 1)
+    return "none" if share < 0.25 else "second" if share < 0.75 else "full"
+
+
 def _shards(strategy: str, ranks: int, machine: Machine) -> int:
     copies = re.search(r"(?:x dp|dcn_dp=|x dp=|replicate=)(\d+)", strategy)
+    shards = min(ranks, machine.per_host) if "hsdp" in strategy else ranks
     if copies is not None:
-        return max(1, ranks // int(copies[1]))
-    return min(ranks, machine.per_host) if "hsdp" in strategy else ranks
+        shards = max(1, ranks // int(copies[1]))
+    if ranks % shards:
+        raise Inexpressible("copies of the model differ in their number of ranks")
+    return shards
 
 
 def _strategy(strategy: str, ranks: int, machine: Machine) -> str:
@@ -301,6 +323,8 @@ def _strategy(strategy: str, ranks: int, machine: Machine) -> str:
 
 
 def _precision(text: str) -> Literal["bf16", "fp8", "fp4"]:
+    if text in ("fp32", "float32", "tf32"):
+        raise Inexpressible("products in float32")
     if "fp4" in text:
         return "fp4"
     return "fp8" if "fp8" in text or "float8" in text else "bf16"
@@ -318,11 +342,11 @@ def _tokens_per_second(row: Row, shape: Shape, tokens: int) -> float | None:
     seconds, stated, rate = (
         _optional(row, name) for name in ("step_time_s", "tok_s_gpu", "tflops_gpu")
     )
-    if seconds and row["grad_accum"]:
+    if seconds and (row["grad_accum"] or not (stated or rate)):
         return tokens / seconds
     if stated or not rate:
         return stated
-    attended = 12 * shape.layers * shape.heads * shape.head_size * int(row["seq_len"])
+    attended = 12 * shape.layers * shape.heads * shape.head_size * float(row["seq_len"])
     return rate * 1e12 / (6 * shape.parameters + attended)
 
 
