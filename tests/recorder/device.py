@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,10 +49,13 @@ class Device:
     Args:
         own_stream: the program computes in a stream of its own, not in the default one.
         is_late: streams beside it are late; otherwise all is done at once.
+        has_host: there is memory of a host beside it; otherwise all memory is the device's.
     """
 
-    def __init__(self, own_stream: bool = False, is_late: bool = True) -> None:
-        self.is_late = is_late
+    def __init__(
+        self, own_stream: bool = False, is_late: bool = True, has_host: bool = True
+    ) -> None:
+        self.is_late, self.has_host = is_late, has_host
         self.host = Stream("host", waits=False)
         self.default = Stream("compute", waits=False, host=self.host)
         self.compute = self.default
@@ -71,6 +75,13 @@ class Device:
     def waits(self) -> list[str]:
         """Of the host for the device."""
         return self.host.awaited
+
+    def begin_step(self) -> None:
+        """Count anew."""
+        self.launches = 0
+        self.waits.clear()
+        self.overlap.begin()
+        self.accesses.allocator.begin()
 
     def current_stream(self, _: object = None) -> Stream:
         return getattr(self._current, "stream", self.compute)
@@ -181,7 +192,7 @@ class _Asked(TorchFunctionMode):
         pinned = kwargs.pop("pin_memory", False)
         if on is None and not pinned:
             return func(*args, **kwargs)
-        wanted = "host" if pinned or on == CPU else "device"
+        wanted = "host" if self.device.has_host and (pinned or on == CPU) else "device"
         args, kwargs = tree_map(_on_cpu, (args, kwargs))
         moved = args[0] if func in (Tensor.to, Tensor.cpu) else None
         with _hint(wanted):
@@ -246,6 +257,8 @@ class _Issued(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes again with what is inside
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func.is_view or func.name() in NO_ACCESS or any(t.is_meta for t in tensors):
             return func(*args, **kwargs)
