@@ -151,24 +151,24 @@ def _counted(opened: Opened, world: int, has_host: bool) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(ready.model.parameters(), fused=True)
         batch = tuple(rows.to(DEVICE) for rows in TASK.batch(torch.Generator().manual_seed(0)))
 
-        def step(*clips: float) -> None:
+        def step(clips: bool = False) -> None:
             device.begin_step()
             TASK.loss(ready.model, batch).backward()
-            for max_norm in clips:
-                ready.clip(max_norm)
+            if clips:
+                ready.clip(1.0)
             optimizer.step()
             optimizer.zero_grad()
 
         step()  # it makes the optimizer's state
         step()
         row = _costs(device)
-        step(1.0)
+        step(clips=True)
         row["clipping"] = len(device.waits) - row["waits"]
     return row | {"plan MiB": ready.planned and ready.planned / MIB}
 
 
 def _costs(device: Device) -> dict[str, Any]:
-    """Of the step that was taken last."""
+    """Costs of the step that was taken last."""
     flights = [flight for flight in device.overlap.flights if flight.nbytes >= SMALL]
     at_once = [flight for flight in flights if not flight.units]
     memory = device.accesses.allocator
