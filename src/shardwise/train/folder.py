@@ -4,7 +4,7 @@ Each file is written under a temporary name and renamed, so a crash leaves no pa
 file keeps a second run from writing to the same folder; the system releases it with the process.
 
     run/
-      recipe.yaml  metrics.jsonl  tokenizer.json …    during the run
+      recipe.yaml  metrics.jsonl  step.json …         during the run
       checkpoints/step-100  checkpoints/latest        to resume from
       model.safetensors  config.json  loss.png …      at the end
       adapter/                                        in place of a model that has an adapter
@@ -34,12 +34,13 @@ from shardwise.errors import ConfigError
 
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
+STEP = "step.json"
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"  # as peft writes it
 LOCK = ".lock"
 # Metrics first: a partly moved run must not look like a finished one.
 RESULTS = (
-    *(METRICS, "train_results.json", "eval_results.json", "loss.png", "model.safetensors"),
+    *(METRICS, STEP, "train_results.json", "eval_results.json", "loss.png", "model.safetensors"),
     *(*FROM_A_RUN, "tokenizer.cache.json"),
 )
 REPLACING, REPLACED = ".replacing", "replaced-"
