@@ -63,6 +63,23 @@ def locate(path: Path, name: str) -> Path:
     return moved if moved.exists() else path / name
 
 
+def is_locked(path: Path) -> bool:
+    """Test whether a process runs in the folder ``path``; it may be on another machine."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
 class Folder:
     """A run's folder. Only rank 0 has one."""
 

@@ -84,13 +84,18 @@ class _Recording:
         self.moments.append([seconds, [*kinds, max(0, others - self._others)], event])
 
     def _bytes_of(self, buckets: list[Bucket]) -> list[int]:
-        """Bytes of a unit by kind; a storage counts once, for the first kind that has it."""
+        """Bytes of a unit by kind; a storage counts once, for the first kind that has it.
+
+        Shards that are slices of full buckets are parameters all the same.
+        """
         counted: list[Tensor] = []
         totals = [0]
         for tensors in self._tensors(buckets):
             counted += [t for t in tensors if t is not None and t.device == self._device]
             totals.append(storage_bytes(counted))
-        return [after - before for before, after in pairwise(totals)]
+        nbytes = [after - before for before, after in pairwise(totals)]
+        slices = sum(bucket.shard.nbytes for bucket in buckets if bucket.allocation.aliased)
+        return [nbytes[0] - slices, nbytes[1] + slices, *nbytes[2:]]
 
     def _tensors(self, buckets: list[Bucket]) -> Iterator[list[Tensor | None]]:
         """The tensors of each of ``KINDS``."""
