@@ -28,8 +28,10 @@ const root = document.documentElement, before = root.dataset.theme;
 document.getElementById("theme").click();
 const step = document.querySelector(".step");
 step.querySelector("button").click();
-const shown = document.querySelector('[data-chart="tokens_per_second"] .readout').textContent;
-const made = { changed: before !== root.dataset.theme, view: step.dataset.view, readout: shown,
+const read = (key) => document.querySelector(`[data-chart="${key}"] .readout`).textContent;
+const shown = read("tokens_per_second"), loss = read("loss");
+const made = { changed: before !== root.dataset.theme, view: step.dataset.view,
+  readout: shown, loss,
   slices: step.querySelectorAll(".slice").length,
   kinds: step.querySelectorAll("[data-kind]").length,
   wide: root.scrollWidth <= innerWidth, errors: wrong.join("; ") };
@@ -75,6 +77,11 @@ def test_a_browser_shows_the_values_of_both_runs_without_an_error(tmp_path: Path
     assert made == {
         "changed": "true",
         "readout": "step 8 · one 2008 · two 2008",
+        "loss": "step 8 · "
+        + " · ".join(
+            f"{name}: each step 2 · {name}: running mean 2 · {name}: validation 3.25 at 4"
+            for name in ("one", "two")
+        ),
         "slices": "4",  # the first ended before what is shown
         "kinds": "6",
         "wide": "true",

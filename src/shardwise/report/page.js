@@ -88,8 +88,12 @@ function chart(spec, figure) {
   const cursor = element("line", { class: "cursor", y1: TOP, y2: drawing.height - BOTTOM, visibility: "hidden" }, svg);
   const readout = element("div", { class: "readout" }, figure);
   const read = (at) => {
-    const step = nearest(curves[0].points, at)[0];
-    readout.textContent = `step ${number(step)} · ` + curves.map((curve) => `${curve.name} ${format(nearest(curve.points, step)[1])}`).join(" · ");
+    const step = nearest(all, at)[0];
+    const values = curves.map(({ name, points }) => {
+      const [of, value] = nearest(points, step);
+      return `${name} ${format(value)}${of === step ? "" : ` at ${of}`}`;
+    });
+    readout.textContent = `step ${number(step)} · ${values.join(" · ")}`;
     return step;
   };
   read(xs[1]);
