@@ -275,6 +275,8 @@ def _software(row: Row) -> Software:
         stage = next((n for n, name in enumerate(STAGES) if name in told), 0)
         compiled, checkpointing = stage >= 1, "full" if stage >= 3 else "none"
         chunked = stage >= 2
+    if framework.startswith("prime-rl") and _rank(row):
+        compiled = False  # each adapter's check of its input waits for the device
     alone = row["n_gpus"] == "1" and row["precision"] == "bf16"  # all of it has to fit
     return Software(
         compiled,

@@ -33,7 +33,8 @@ HARD = (Column("row"), Column("what"), Column("measured", ",.0f"), Column("forec
 NOTES = """
 class       seen: judged by a fit on other rows, some of the same source. unseen: by a fit without
             the row's source; documents of one folder are one source. calibrated: the same, where
-            one row of the source and accelerator was measured: the mean over which row that is
+            one row of the source and accelerator was measured, and corrects the others: the mean
+            over which row that is
 error       of tokens per second and accelerator, relative to what was measured
 by source   forecasts by a fit without the source
 """.strip().splitlines()

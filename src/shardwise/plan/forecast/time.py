@@ -66,10 +66,16 @@ class _Lanes:
 
     def wait(self, op: Op, unit: str) -> None:
         """The device waits for an event of the link."""
-        late = self.ready.pop((op, unit), 0.0) - self.device
-        if late > 0:
-            self.exposed += late
-            self.device += late
+        self._wait_until(self.ready.pop((op, unit), 0.0))
+
+    def end(self) -> None:
+        """The device waits for all of them."""
+        self._wait_until(self.link)
+
+    def _wait_until(self, moment: float) -> None:
+        late = max(0.0, moment - self.device)
+        self.exposed += late
+        self.device += late
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def walk(
             seconds = durations.of(unit, phase)
             lanes.compute(event, seconds)
             computed += seconds
-    lanes.device = max(lanes.device, lanes.link)
+    lanes.end()
     return MicroBatch(lanes.device, computed, lanes.exposed, tuple(lanes.intervals))
 
 
