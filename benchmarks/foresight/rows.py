@@ -88,7 +88,6 @@ class Case:
         allocated: it is what was allocated, and not what the allocator had reserved.
         shards: ranks that hold one copy of the model.
         rank: of the adapters; 0 for none.
-        seconds: of one step.
     """
 
     number: str
@@ -122,11 +121,6 @@ class Case:
     def group(self) -> tuple[str, str]:
         """The source and the accelerator, of which one row calibrates the others."""
         return self.source, self.machine.accelerator.name
-
-    @property
-    def tokens(self) -> int:
-        """Of one rank and step."""
-        return self.length * self.micro_batch * self.micro_batches
 
 
 def read(path: Path) -> tuple[list[Case], dict[str, list[str]]]:
@@ -302,7 +296,7 @@ def _checkpointing(policy: str, row: Row) -> Checkpointing:
 
 def _shards(strategy: str, ranks: int, machine: Machine) -> int:
     copies = re.search(r"(?:x dp|dcn_dp=|x dp=|replicate=)(\d+)", strategy)
-    shards = min(ranks, machine.per_host) if "hsdp" in strategy else ranks
+    shards = min(ranks, machine.per_host) if re.search("hsdp|hybrid", strategy) else ranks
     if copies is not None:
         shards = max(1, ranks // int(copies[1]))
     if ranks % shards:
