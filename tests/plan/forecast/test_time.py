@@ -13,7 +13,14 @@ from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Link, Machine, known
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.rates import Kernels, Rates
-from shardwise.plan.forecast.time import MicroBatch, TimeForecast, flops, optimizer_seconds, walk
+from shardwise.plan.forecast.time import (
+    MicroBatch,
+    TimeForecast,
+    flops,
+    forecast,
+    optimizer_seconds,
+    walk,
+)
 from shardwise.plan.forecast.work import StepWork
 from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Op, Phase
@@ -85,14 +92,28 @@ def test_no_shard_sends_only_gradients() -> None:
 
 def test_a_forecast_sums_its_parts_and_counts_flop_by_convention() -> None:
     micro, work = played()
-    forecast = TimeForecast(((micro, 3),), 0.5, work, peak=1e12)
-    assert forecast.seconds == pytest.approx(0.5 + 3 * micro.seconds)
-    assert sum(forecast.parts.values()) == pytest.approx(forecast.seconds)
-    assert forecast.tokens_per_second == pytest.approx(3 * 2 * LENGTH / forecast.seconds)
-    assert forecast.mfu() == pytest.approx(3 * flops(work, "full") / forecast.seconds / 1e12)
+    step = TimeForecast(((micro, 3),), 0.5, work, peak=1e12)
+    assert step.seconds == pytest.approx(0.5 + 3 * micro.seconds)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert step.tokens_per_second == pytest.approx(3 * 2 * LENGTH / step.seconds)
+    assert step.mfu() == pytest.approx(3 * flops(work, "full") / step.seconds / 1e12)
     attended = 3 * 2 * 2 * (2 * LENGTH) * LENGTH * LLAMA.width * LLAMA.layers
     assert flops(work, "full") - flops(work, "causal") == attended / 2
     assert flops(work, "computed") < work.flops  # which counts all of a causal product
+
+
+def test_a_step_of_several_micro_batches_is_forecast_from_its_blueprint() -> None:
+    model = Decoder(LLAMA, VOCABULARY, LENGTH)
+    blueprint = draw(model, "zero1", ranks=(0, RANKS))
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    work = observe(model, blueprint.units, (ids,), {}, loss=lambda logits: logits.mean())
+    machine = TABLE.machine("A100")
+    once, thrice = (forecast(blueprint, work, machine, micro_batches=n) for n in (1, 3))
+    assert [times for _, times in thrice.micro_batches] == [2, 1]
+    assert once.seconds < thrice.seconds < 3 * once.seconds  # gradients travel once
+    parameters = sum(spec.rest_nbytes for spec in blueprint.buckets)
+    moved = machine.accelerator.bandwidth * TABLE.constants.bandwidth * once.optimizer
+    assert moved == pytest.approx((2 * 2 + 3) * parameters, rel=1e-2)
 
 
 def test_the_optimizer_takes_its_bytes() -> None:

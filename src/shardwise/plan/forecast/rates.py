@@ -40,6 +40,9 @@ class Kernels:
     narrow: frozenset[str] = frozenset()
 
 
+EAGER = Kernels()  # torch, as it is
+
+
 @dataclass(frozen=True)
 class Seconds:
     """Time of a pass, by what it is spent on."""

@@ -15,10 +15,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.forecast.collectives import Network
-from shardwise.plan.forecast.rates import Rates, Seconds
+from shardwise.plan.forecast.machine import Machine, known
+from shardwise.plan.forecast.memory import state_nbytes
+from shardwise.plan.forecast.rates import EAGER, Kernels, Rates, Seconds
 from shardwise.plan.forecast.work import Pass, StepWork
+from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Event, Op, Phase, UnitBytes
+from shardwise.plan.spec import BucketSpec
 
 Convention = Literal["full", "causal", "computed"]
 """How FLOP are counted: attention over all pairs of tokens (Chowdhery et al. 2022, PaLM), over
@@ -101,7 +106,7 @@ class MicroBatch:
 
 
 def walk(
-    events: Iterable[Event],
+    listed: Iterable[Event],
     nbytes: Mapping[str, UnitBytes],
     work: StepWork,
     rates: Rates,
@@ -110,7 +115,7 @@ def walk(
     """Play one micro-batch's events on both lanes."""
     durations = _Durations(work, rates)
     lanes, computed, turned = _Lanes(rates.contention), Seconds(), False
-    for event in events:
+    for event in listed:
         op, unit, phase, _ = event
         if op in LINK:
             if unit in nbytes:
@@ -202,6 +207,42 @@ class TimeForecast:
         """Model FLOP utilisation, as publishers count it."""
         times = sum(times for _, times in self.micro_batches)
         return flops(self.work, convention) * times / self.seconds / self.peak
+
+
+def forecast(
+    blueprint: Blueprint,
+    work: StepWork,
+    machine: Machine,
+    kernels: Kernels = EAGER,
+    micro_batches: int = 1,
+    optimizer: str = "adamw",
+) -> TimeForecast:
+    """Predict the time of a step of the optimizer.
+
+    Args:
+        work: of one micro-batch.
+        kernels: the software that computes.
+        micro_batches: those of one step; all but the last accumulate gradients.
+        optimizer: its name; see ``memory.OPTIMIZERS``.
+    """
+    rates = Rates(machine.accelerator, kernels, known().constants)
+    network, nbytes = Network.of(machine, blueprint.grid), blueprint.nbytes
+    modes = [("train", 1)]
+    if micro_batches > 1:
+        modes = [("accumulate", micro_batches - 1), ("last", 1)]
+    walked = tuple(
+        (walk(events(work.order, blueprint.policy, nbytes, mode), nbytes, work, rates, network), n)
+        for mode, n in modes
+    )
+    moved = sum(_stepped(blueprint, spec, optimizer) for spec in blueprint.buckets)
+    peak = machine.accelerator.peak("bf16")
+    return TimeForecast(walked, optimizer_seconds(moved, rates), work, peak)
+
+
+def _stepped(blueprint: Blueprint, spec: BucketSpec, optimizer: str) -> int:
+    """Bytes that the optimizer moves: parameters and state both ways, gradients one way."""
+    state = state_nbytes(spec, blueprint.parameters, optimizer)
+    return 2 * state + 3 * spec.rest_nbytes * spec.trainable
 
 
 def flops(work: StepWork, convention: Convention) -> float:
