@@ -1,7 +1,7 @@
 """Stand-ins for vendors' plug-ins: packages that register gloo under the name of their backend.
 
-``habana_frameworks`` makes ``hpu`` a device that torch knows by name and cannot allocate on, reads
-its variable when it is imported, and remembers what it read, as the real one does.
+Torch sees the device from then on (``tests/recorder/vendors.py``). ``habana_frameworks`` reads its
+variable when it is imported, and remembers what it read, as the real one does.
 """
 
 from __future__ import annotations
@@ -21,24 +21,17 @@ dist.Backend.register_backend({name!r}, gloo, devices=["cpu", {device!r}])
 
 HABANA = """
 import os
-import torch
 from habana_frameworks.torch.utils import internal
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from tests.recorder.vendors import Hpu, see
 
 internal.LAZY_MODE = os.environ.get("PT_HPU_LAZY_MODE", "1")
-_setup_privateuseone_for_python_backend("hpu")
-torch.hpu.device_count = lambda: 2
-torch.hpu.set_device = lambda index: None
-torch.hpu.get_device_name = lambda index: "GAUDI2"
+see(Hpu())
 """
 
 INTEL = """
-import torch
-torch.xpu.is_available = lambda: True
-torch.xpu.device_count = lambda: 2
-torch.xpu.set_device = lambda index: None
-torch.xpu.get_device_name = lambda index: "Intel(R) Data Center GPU Max 1550"
-torch.accelerator.current_accelerator = lambda check_available=False: torch.device("xpu")
+from tests.recorder.vendors import Xpu, see
+
+see(Xpu())
 """
 
 PLUGINS = {

@@ -49,10 +49,14 @@ class Stream:
         host: what issues all operations, and so comes before those that it has yet to issue.
     """
 
-    device = DEVICE
-
-    def __init__(self, name: str = "", waits: bool = True, host: Stream | None = None) -> None:
-        self.name = f"{name or 'stream'} {next(_numbers)}"
+    def __init__(
+        self,
+        name: str = "",
+        waits: bool = True,
+        host: Stream | None = None,
+        device: torch.device = DEVICE,
+    ) -> None:
+        self.name, self.device = f"{name or 'stream'} {next(_numbers)}", device
         self.clock, self.waits, self.host = Clock(), waits, host
         self.awaited = list[str]()  # by the host: what made it wait
         self._queue: deque[Callable[[], None]] = deque()
@@ -76,6 +80,10 @@ class Stream:
         self._queue.append(operation)
         self._given += 1
 
+    def finish(self) -> None:
+        """Do all that was given."""
+        self.catch_up(self._given)
+
     def catch_up(self, position: int) -> None:
         """Do what was given up to a position; nobody sees it, since it was issued before."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -86,7 +94,7 @@ class Stream:
     def has_done(self, position: int) -> bool:
         return self._done >= position
 
-    # ---- as torch.Stream -------------------------------------------------------------------
+    # ---- as torch.Stream, without query and synchronize, which Gaudi's guard does not have ---
 
     def record_event(self, _: object = None) -> Event:
         if self.host is not None:
@@ -100,13 +108,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
-    def synchronize(self) -> None:
-        self.record_event().synchronize()
-
-    def query(self) -> bool:
-        """It has always done everything by now."""
-        self.catch_up(self._given)
-        return True
+    def is_capturing(self) -> bool:
+        """No graph is captured; torch's optimizers ask."""
+        return False
 
     def __enter__(self) -> Self:
         self._before: Any = torch.accelerator.current_stream()

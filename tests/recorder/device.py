@@ -1,7 +1,7 @@
 """A program runs as if on a device: every operation is issued to the current stream.
 
-Torch itself sees tensors of the CPU. The package, which asks a tensor for its device, is told the
-device, but for memory that was asked for on the host.
+Torch itself sees tensors of the CPU. All other code, which asks a tensor for its device, is told
+the device, but for memory that was asked for on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,18 +48,16 @@ class Device:
     Args:
         own_stream: the program computes in a stream of its own, not in the default one.
         is_late: streams beside it are late; otherwise all is done at once.
-        has_host: there is memory of a host beside it; otherwise all memory is the device's.
+        place: what it is called.
     """
 
     def __init__(
-        self, own_stream: bool = False, is_late: bool = True, has_host: bool = True
+        self, own_stream: bool = False, is_late: bool = True, place: torch.device = DEVICE
     ) -> None:
-        self.is_late, self.has_host = is_late, has_host
+        self.is_late, self.place = is_late, place
         self.host = Stream("host", waits=False)
-        self.default = Stream("compute", waits=False, host=self.host)
-        self.compute = self.default
-        if own_stream:
-            self.compute = Stream("the user's", waits=False, host=self.host)
+        name = "the user's" if own_stream else "compute"
+        self.compute = Stream(name, waits=False, host=self.host, device=place)
         self.accesses = Accesses(self.compute)
         self.streams = list[Stream]()
         self.launches = 0
@@ -76,13 +73,6 @@ class Device:
         """Of the host for the device."""
         return self.host.awaited
 
-    def begin_step(self) -> None:
-        """Count anew."""
-        self.launches = 0
-        self.waits.clear()
-        self.overlap.begin()
-        self.accesses.allocator.begin()
-
     def current_stream(self, _: object = None) -> Stream:
         return getattr(self._current, "stream", self.compute)
 
@@ -90,7 +80,7 @@ class Device:
         self._current.stream = stream
 
     def new_stream(self, _: object = None) -> Stream:
-        self.streams.append(Stream("copy", self.is_late, self.host))
+        self.streams.append(Stream("copy", self.is_late, self.host, self.place))
         return self.streams[-1]
 
     @contextmanager
@@ -128,7 +118,7 @@ class Device:
                 yield
             finally:
                 for stream in self.streams:
-                    stream.query()
+                    stream.finish()
                 self.accesses.ends = True
 
     def wait(self, what: str) -> None:
@@ -179,8 +169,8 @@ class _Asked(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == Tensor.device.__get__:  # another object each time
             asks = sys._getframe(1).f_globals.get("__name__", "")
-            ours = asks.startswith("shardwise") and not self.device.accesses.is_host(args[0])
-            return DEVICE if ours and not args[0].is_meta else func(*args)
+            ours = not asks.startswith("torch") and not self.device.accesses.is_host(args[0])
+            return self.device.place if ours and not args[0].is_meta else func(*args)
         if func in (Tensor.tolist, Tensor.numpy) and not self.device.accesses.is_host(args[0]):
             self.device.wait(func.__name__)
         if func is Tensor.pin_memory:
@@ -192,8 +182,8 @@ class _Asked(TorchFunctionMode):
         pinned = kwargs.pop("pin_memory", False)
         if on is None and not pinned:
             return func(*args, **kwargs)
-        wanted = "host" if self.device.has_host and (pinned or on == CPU) else "device"
-        args, kwargs = tree_map(_on_cpu, (args, kwargs))
+        wanted = "host" if pinned or on == CPU else "device"
+        args, kwargs = tree_map(self._on_cpu, (args, kwargs))
         moved = args[0] if func in (Tensor.to, Tensor.cpu) else None
         with _hint(wanted):
             if moved is None or moved.is_meta:
@@ -208,6 +198,16 @@ class _Asked(TorchFunctionMode):
             dtype = dtypes[0] if dtypes else moved.dtype
             return torch.ops.aten._to_copy(moved, dtype=dtype, non_blocking=async_)
 
+    def _on_cpu(self, value: Any) -> Any:
+        """A device of another index is refused: memory is that of the current one."""
+        place = self.device.place
+        is_name = isinstance(value, str) and value.partition(":")[0] == place.type
+        wanted = torch.device(value) if is_name else value
+        if not isinstance(wanted, torch.device) or wanted.type != place.type:
+            return value
+        assert wanted.index in (None, place.index), f"{wanted} is not {place}"
+        return CPU
+
 
 def _named(func: Any, args: Any, kwargs: Any) -> torch.device | None:
     """The device that a call names."""
@@ -218,12 +218,6 @@ def _named(func: Any, args: Any, kwargs: Any) -> torch.device | None:
     if func is Tensor.to:
         return next((torch.device(a) for a in args if isinstance(a, torch.device | str)), None)
     return None
-
-
-def _on_cpu(value: Any) -> Any:
-    if value == DEVICE or (isinstance(value, str) and value.startswith(DEVICE.type)):
-        return CPU
-    return value
 
 
 _hints = threading.local()
@@ -257,8 +251,6 @@ class _Issued(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it comes again with what is inside
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func.is_view or func.name() in NO_ACCESS or any(t.is_meta for t in tensors):
             return func(*args, **kwargs)

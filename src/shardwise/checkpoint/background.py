@@ -243,7 +243,7 @@ class Background:
             self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
         task = begin(sharded, request)
         budget = options.snapshot_bytes or budget_of(self._ranks_here)
-        pool = Pool(budget, task.contents.block, pinned=comm.device.type == "cuda")
+        pool = Pool(budget, task.contents.block, pinned=comm.device.type != "cpu")
         saving = Saving(task, comm, pool, Watched(sharded, request.optimizers))
         try:
             saving.begin()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.comm.machine import accelerators
 from shardwise.comm.machine.environment import local_size
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
@@ -118,4 +119,7 @@ def machine_memory(pinned: bool = False) -> int:
 
 
 def _memory(device: torch.device) -> int:
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    module, keys = torch.get_device_module(device), accelerators.row(device).memory_stats
+    if keys:
+        return int(module.memory_stats(device)[keys[0]])
+    return int(module.get_device_properties(device).total_memory)

@@ -56,7 +56,7 @@ def base(source: str, folder: Path) -> Path:
     tokenizer.chat_template = _CHAT
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = hf.AutoConfig.for_model(kind, vocab_size=len(tokenizer), **_SHAPE, **ends)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         hf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -445,7 +445,11 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
     monkeypatch.setattr(torch, "hpu", None, raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: torch.hpu is not None)  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available: None if torch.hpu is None else torch.device("hpu"),  # type: ignore[attr-defined]
+    )
     torch.get_device_module.cache_clear()
     yield tmp_path
     torch.get_device_module.cache_clear()

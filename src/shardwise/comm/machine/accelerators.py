@@ -55,6 +55,9 @@ class Accelerator:
     # What bitsandbytes 0.50 has no kernels for: "fp4", "adamw_8bit".
     lacks: tuple[str, ...] = ()
     is_lazy: str = ""  # the plug-in's function: are operations collected, to be run later?
+    # Keys of the module's ``memory_stats``: bytes of the device, and in use. HPU's properties are a
+    # text, and its ``memory_reserved`` is all of the device.
+    memory_stats: tuple[str, ...] = ()
 
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -127,6 +130,7 @@ ROWS = (
         ),
         lacks=("fp4", "adamw_8bit"),
         is_lazy="habana_frameworks.torch.utils.internal.is_lazy",
+        memory_stats=("Limit", "InUse"),
     ),
 )
 

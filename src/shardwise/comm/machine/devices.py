@@ -30,11 +30,10 @@ def detect() -> Accelerator:
     if not torch.accelerator.is_available():
         for known in ROWS:
             _import_plugin(known)
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        if device is not None and device.type in {known.device for known in ROWS}:
-            return row(device)
-    return row("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type not in {known.device for known in ROWS}:
+        return row("cpu")
+    return row(device)
 
 
 def device_count() -> int:
@@ -66,8 +65,7 @@ def device_of(
 
     Args:
         index: the one that the user wants; by default that of the local rank.
-        local_rank: the number of this process on its machine; ``None``: no launcher has started
-            it, and the current device stays.
+        local_rank: of this process; ``None``, without a launcher: the current device stays.
 
     Raises:
         ConfigError: torch does not know the device, or sees fewer of it than there are processes.
@@ -82,9 +80,7 @@ def device_of(
             'device="cpu" (--run.device cpu), or none to use what is there.'
         )
     wanted = local_rank if index is None else index
-    if wanted is None:
-        return torch.device(accelerator.device, module.current_device())
-    if wanted >= count:
+    if wanted is not None and wanted >= count:
         name, who = accelerator.visible_devices, f"local rank {local_rank}"
         visible = f" ({name}={os.environ[name]})" if name in os.environ else ""
         raise ConfigError(
@@ -94,8 +90,10 @@ def device_of(
             "shows each process only a device of its own, let it show all of them "
             "(srun --gpu-bind=none)."
         )
-    module.set_device(wanted)
-    return torch.device(accelerator.device, wanted)
+    if wanted is not None:
+        module.set_device(wanted)
+    # Not of the wanted index: whichever card a process has, HPU calls it 0.
+    return torch.device(accelerator.device, module.current_device())
 
 
 def device_module(accelerator: Accelerator) -> Any:

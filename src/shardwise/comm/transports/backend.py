@@ -165,7 +165,8 @@ class BackendComm(Group):
         """A question: has the device finished what this thread's stream holds?"""
         if self._last is None or self.device.type == "cpu":
             return lambda: True
-        return torch.accelerator.current_stream(self.device).query
+        stream = torch.accelerator.current_stream(self.device)
+        return lambda: stream.record_event().query()  # HPU's streams have no query()
 
     def _start(
         self,
