@@ -58,7 +58,6 @@ FLOORS = (
     {"api", "convert"},
     {"hf", "tracing", "doctor"},
     {"__init__", "train", "integrations"},
-    {"report"},
     {"cli", "__main__"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -70,6 +69,7 @@ NEVER = {  # beside the floors
 NUMBERS_OF_COMM = {"codec", "grid", "machine", "reduction"}  # the rest of it has peers
 MAY_IMPORT_TORCH_DISTRIBUTED = {
     *("comm", "launch", "integrations", "convert/dcp_export", "runtime/other_engines"),
+    "doctor/rivals",
 }
 WITHOUT_TORCH = {
     *("errors", "plan/layout", "plan/schedule", "config/placement", "config/prefetch"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import doctor, main
+from shardwise.config.strategies import STRATEGIES
+from shardwise.doctor import steps
 from shardwise.doctor.conformance import CHECKS, Result
 from shardwise.doctor.machine import Package
 
@@ -60,8 +62,10 @@ def test_the_variables_of_a_launcher_are_read_as_a_run_reads_them(
 
 
 def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(steps, "WIDTH", 32)
+    monkeypatch.setattr(steps, "STEPS", 2)
     assert run("--conformance", "--device=cpu", "--nproc=1", "--output", tmp_path / "r.json") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:26].strip() for line in lines if line.startswith("pass  ")] == list(CHECKS)
@@ -70,16 +74,20 @@ def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
     written = json.loads((tmp_path / "r.json").read_text("utf-8"))
     assert (written["passed"], written["device"], written["ranks"]) == (True, "cpu", ["cpu"])
     assert [check["name"] for check in written["checks"]] == list(CHECKS)
+    assert [cost["strategy"] for cost in written["steps"]] == list(STRATEGIES)
+    told = [line for line in lines if line[:4] in ("pass", "step")]
+    assert all("expected " in line and "; found " in line for line in told)
+    assert (tmp_path / "r.txt").read_text("utf-8").splitlines() == lines
 
 
 def test_a_check_that_fails_is_named_and_the_status_is_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    result = Result("all-gather", passed=False, detail="rank 0: wrong", seconds=0.1)
+    result = Result("all-gather", False, "every byte", "rank 0: wrong", seconds=0.1)
     monkeypatch.setattr(doctor, "CHECKS", {"all-gather": None})
     monkeypatch.setattr(doctor, "conform", lambda _: iter([result]))
     assert run("--conformance", "--device=cpu", "--nproc=1", "--output", tmp_path / "r.json") == 1
     out, err = capsys.readouterr()
-    assert "FAIL  all-gather            rank 0: wrong" in out
+    assert "FAIL  all-gather            expected every byte; found rank 0: wrong (0.1 s)" in out
     assert err.startswith("error: 1 of 1 checks did not pass: all-gather. Do not train")
     assert json.loads((tmp_path / "r.json").read_text("utf-8"))["passed"] is False

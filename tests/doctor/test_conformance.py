@@ -21,9 +21,9 @@ def test_every_check_passes_over_a_vendors_name() -> None:
     assert [outcome.error for outcome in outcomes] == ["", ""]
     for outcome in outcomes:
         results: list[Result] = outcome.value
-        assert [(one.name, one.detail) for one in results if not one.passed] == []
+        assert [(one.name, one.found) for one in results if not one.passed] == []
         assert [one.name for one in results] == list(CHECKS)
-        assert results[-1].detail == "AVG is right here; it is not used: sums are divided here"
+        assert results[-1].found == "AVG is right here; it is not used: sums are divided here"
 
 
 def over_hccl(rank: int, world: int, folder: str) -> list[Result]:
@@ -41,7 +41,7 @@ def over_hccl(rank: int, world: int, folder: str) -> list[Result]:
 
 def test_what_is_wrong_is_named_with_its_rank() -> None:
     for results in run_threads(2, with_one_wrong_gather):
-        failed = {one.name: one.detail for one in results if not one.passed}
+        failed = {one.name: one.found for one in results if not one.passed}
         assert failed["all-gather"] == "rank 1: 1 of 2 torch.float32 elements differ"
         assert [one.name for one in results] == list(CHECKS)  # the others were run all the same
 
@@ -71,7 +71,7 @@ def leaving_early(comm: Comm) -> list[Result]:
     results = [next(suite)]
     if comm.rank == 1:
         comm.close()
-        return [Result("", passed=False, detail="it left", seconds=0.0)]
+        return [Result("", passed=False, expected="", found="it left", seconds=0.0)]
     return [*results, *suite]
 
 

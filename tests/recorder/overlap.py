@@ -1,8 +1,7 @@
-"""Overlap: how many units a device may compute while a collective is under way.
+"""Overlap: how many units a device computes between the issue of a collective and the wait for it.
 
-A unit ticks once, in the middle of its computation, in the forward and in the backward pass. It
-may be computed beside a collective that has not waited for it, and for which it has not waited:
-where the host runs ahead, these are the units between the issue of a collective and the wait.
+A unit ticks once, in the middle of its computation, in the forward and in the backward pass. A
+collective is waited for once the stream that computes comes after it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.recorder.clocks import Clock, Stamp, Stream
+from tests.recorder.clocks import Stamp, Stream
 
 __all__ = ["Flight", "Overlap"]
 
@@ -23,34 +22,30 @@ class Flight:
     """A collective, from its issue to the wait for it."""
 
     op: str
-    axis: str
+    ranks: int
     nbytes: int  # of its larger side
+    phase: str
     stamp: Stamp
-    units: int  # that may be computed meanwhile
+    units: int = 0  # computed since it was issued
 
 
 class Overlap:
     """The collectives of a step, and the units that are computed beside each."""
 
     def __init__(self, compute: Stream) -> None:
-        self.flights = list[Flight]()
-        self._compute, self._ticks = compute, list[Stamp]()
+        self.phase, self.flights = "", list[Flight]()
+        self._compute, self._open = compute, list[Flight]()
 
-    def begin(self) -> None:
-        """A step begins."""
-        self.flights.clear()
-        self._ticks.clear()
-
-    def issue(self, op: str, axis: str, nbytes: int, stamp: Stamp, clock: Clock) -> None:
-        """A collective is issued, which comes after what its ``clock`` knows."""
-        units = sum(not clock.knows(tick) for tick in self._ticks)
-        self.flights.append(Flight(op, axis, nbytes, stamp, units))
+    def issue(self, op: str, ranks: int, nbytes: int, stamp: Stamp) -> None:
+        """A collective is issued."""
+        self.flights.append(Flight(op, ranks, nbytes, self.phase, stamp))
+        self._open.append(self.flights[-1])
 
     def computes(self) -> None:
         """A unit is in the middle of its computation."""
-        self._ticks.append(self._compute.stamp("unit"))
-        for flight in self.flights:
-            flight.units += not self._compute.clock.knows(flight.stamp)
+        self._open = [one for one in self._open if not self._compute.clock.knows(one.stamp)]
+        for flight in self._open:
+            flight.units += 1
 
     def watch(self, module: nn.Module) -> None:
         """A unit ticks where the output of ``module`` is used, and where its gradient comes."""

@@ -38,7 +38,6 @@ FILES = [
     "metrics.jsonl",
     "model.safetensors",
     "recipe.yaml",
-    "step.json",
     "tokenizer.cache.json",
     "tokenizer.json",
     "tokenizer_config.json",

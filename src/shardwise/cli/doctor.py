@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from shardwise.config.precision import dtype_name
 from shardwise.config.version import __version__
 from shardwise.doctor.conformance import CHECKS, Result, conform
 from shardwise.doctor.machine import Devices, Package, device_name, devices, packages, variables
+from shardwise.doctor.steps import StepCost, step_costs
 from shardwise.errors import ShardwiseError
 from shardwise.launch.error_files import write_error_file
 from shardwise.launch.launcher import exit_with_launcher, start
+from shardwise.plan.printed import size
 
 CPU_RANKS = 2  # of the conformance suite, where there is no accelerator
+RESULT = Path("shardwise-conformance.json")  # and a page of text beside it
 
 
 def run_doctor(
@@ -48,7 +52,7 @@ def run_doctor(
     exit_with_launcher(os.environ)
     try:
         with connect(device) as comm:
-            _examine(comm, output)
+            _examine(comm, output or RESULT)
     except ShardwiseError as error:
         if write_error_file(error):
             sys.exit(1)
@@ -121,21 +125,25 @@ def _variable_lines() -> list[str]:
 # --- whether it is right ---------------------------------------------------------------------
 
 
-def _examine(comm: Comm, path: Path | None) -> None:
-    """Print a line for each check, on rank 0 alone, and write the results."""
+def _examine(comm: Comm, path: Path) -> None:
+    """Print a page, on rank 0 alone, and write it beside the results."""
     name, backend = device_name(comm.device), load_backend(row(comm.device)).name
-    tell = click.echo if comm.rank == 0 else lambda _: None
     each = all_gather_object(comm, str(comm.device), "devices")
-    tell(f"{comm.size} ranks on {name} over {backend}, by {type(comm).__name__}")
-    tell(", ".join(f"rank {rank} → {device}" for rank, device in enumerate(each)))
+    page = _Page(comm.rank == 0)
+    page.tell(f"shardwise {__version__}, torch {torch.__version__}, {platform.platform()}")
+    page.tell(f"{comm.size} ranks on {name} over {backend}, by {type(comm).__name__}")
+    page.tell(", ".join(f"rank {rank} → {device}" for rank, device in enumerate(each)))
     results: dict[str, Result] = {}
     for result in conform(comm):
         results[result.name] = result
-        verdict = "pass" if result.passed else "FAIL"
-        tell(f"{verdict}  {result.name:<20}  {result.detail}  ({result.seconds:.1f} s)")
+        page.tell(_result_line(result))
     wrong = [name for name in CHECKS if name not in results or not results[name].passed]
-    tell(f"{len(CHECKS) - len(wrong)} of {len(CHECKS)} checks passed")
-    if comm.rank == 0 and path:
+    page.tell(f"{len(CHECKS) - len(wrong)} of {len(CHECKS)} checks passed")
+    costs = list[StepCost]()
+    for cost in step_costs(comm) if not wrong else ():
+        costs.append(cost)
+        page.tell(_cost_line(cost))
+    if comm.rank == 0:
         facts = {
             **_facts(packages()),
             "device": comm.device.type,
@@ -145,9 +153,12 @@ def _examine(comm: Comm, path: Path | None) -> None:
             "ranks": each,
             "passed": not wrong,
             "checks": [asdict(result) for result in results.values()],
+            "steps": [asdict(cost) for cost in costs],
         }
         _write(path, facts)
-        tell(f"written   {path}")
+        text = path.with_suffix(".txt")
+        page.tell(f"written   {path} and {text}")
+        text.write_text("\n".join([*page.lines, ""]), "utf-8")
     if wrong:
         raise ShardwiseError(
             f"{len(wrong)} of {len(CHECKS)} checks did not pass: {', '.join(wrong)}. Do not train "
@@ -155,9 +166,35 @@ def _examine(comm: Comm, path: Path | None) -> None:
         )
 
 
+@dataclass
+class _Page:
+    """Lines that one rank prints and keeps. Final."""
+
+    is_told: bool
+    lines: list[str] = field(default_factory=list)
+
+    def tell(self, line: str) -> None:
+        if self.is_told:
+            self.lines.append(line)
+            click.echo(line)
+
+
+def _result_line(result: Result) -> str:
+    verdict = "pass" if result.passed else "FAIL"
+    said = f"expected {result.expected}; found {result.found}"
+    return f"{verdict}  {result.name:<20}  {said} ({result.seconds:.1f} s)"
+
+
+def _cost_line(cost: StepCost) -> str:
+    """Planned bytes leave activations out, so more of them is no failure."""
+    peak = "no count on a CPU" if cost.peak is None else size(cost.peak)
+    expected = f"expected {size(cost.planned)} and activations at most"
+    return f"step  {cost.strategy:<20}  {expected}; found {peak}, {cost.milliseconds:.2f} ms"
+
+
 def _facts(found: Sequence[Package]) -> dict[str, Any]:
     return {
-        "format": "shardwise conformance 1",
+        "format": "shardwise conformance 2",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "shardwise": __version__,
         "torch": torch.__version__,

@@ -30,6 +30,7 @@ from shardwise.comm.reduction import Reduction
 from shardwise.comm.transports.backend import BackendComm
 from shardwise.config.precision import Precision, dtype_name
 from shardwise.config.strategies import STRATEGIES
+from shardwise.doctor.rivals import RIVALS, can_run, parameters_beside
 from shardwise.errors import RanksDisagree
 
 SIZES = (1, 513, 65_537)  # elements of a rank's piece; XCCL's AVG was wrong for some sizes only
@@ -42,13 +43,15 @@ class Result:
     """The outcome of one check, the same on every rank.
 
     Attributes:
-        detail: what was covered, or what is wrong, by rank.
+        expected: what is right.
+        found: what was covered, or what is wrong, by rank.
         seconds: on this rank.
     """
 
     name: str
     passed: bool
-    detail: str
+    expected: str
+    found: str
     seconds: float
 
 
@@ -61,27 +64,27 @@ def conform(comm: Comm) -> Iterator[Result]:
     folder = TemporaryDirectory(prefix="shardwise-conformance-")
     with folder as own:
         shared = Path(broadcast_object(comm, own, "folder"))
-        for name, check in CHECKS.items():
+        for name, (expected, check) in CHECKS.items():
             start = perf_counter()
             try:
-                detail, wrong = _outcome(comm, partial(check, comm, shared))
+                found, wrong = _outcome(comm, partial(check, comm, shared))
             except RanksDisagree as error:
-                yield Result(name, passed=False, detail=str(error), seconds=perf_counter() - start)
+                yield Result(name, False, expected, str(error), perf_counter() - start)
                 return
-            yield Result(name, not wrong, wrong or detail, perf_counter() - start)
+            yield Result(name, not wrong, expected, wrong or found, perf_counter() - start)
 
 
 def _outcome(comm: Comm, check: Callable[[], str]) -> tuple[str, str]:
     """Return what the check says, and what is wrong on any rank: ``""`` if nothing is."""
-    detail, wrong = "", ""
+    found, wrong = "", ""
     try:
-        detail = check()
+        found = check()
     except RanksDisagree:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a device does is a result
         wrong = str(error) if isinstance(error, _Wrong) else repr(error)
     texts = all_gather_object(comm, wrong, "what is wrong")
-    return detail, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    return found, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 # --- bytes and sums --------------------------------------------------------------------------
@@ -292,6 +295,19 @@ def _plain_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tenso
     return total.detach()
 
 
+def _beside(comm: Comm, _: Path, engine: str) -> str:
+    """Parameters after ``STEPS`` steps of SGD, against an engine of torch's on the same ranks."""
+    if not can_run():
+        return "not run: one rank, and no process group"
+    own = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
+    batches = [(x[own], y[own]) for x, y in (_batch(comm, step) for step in range(STEPS))]
+    pairs = parameters_beside(comm, _model(comm), RIVALS[engine](_model(comm)), batches)
+    worst = max(_error(found, right) for found, right in pairs)
+    if worst > _Way.tolerance:
+        raise _Wrong(f"parameters differ from {engine}'s by {worst:.1e}")
+    return f"within {worst:.1e}"
+
+
 # --- to disk and back ------------------------------------------------------------------------
 
 
@@ -342,17 +358,33 @@ def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(map(dtype_name, dtypes))
 
 
-CHECKS: dict[str, Callable[[Comm, Path], str]] = {
-    "all-gather": _gather,
-    "broadcast": _broadcast,
-    "all-to-all": _exchange,
-    "reduce-scatter": _sum,
-    "dtypes": _products,
-    **{f"parity {name}": partial(_parity, way=_Way(name)) for name in reversed(STRATEGIES)},
-    "parity bf16": partial(_parity, way=_Way(compute=torch.bfloat16, tolerance=0.03)),
-    "parity AdamW": partial(_parity, way=_Way(adamw=True, tolerance=1e-4)),
-    "parity accumulation": partial(_parity, way=_Way(accumulation=3)),
-    "save and load": _save_and_load,
-    "average": _average,  # last: a backend that refuses it may leave its group unusable
+def _ways() -> Iterator[tuple[str, _Way]]:
+    yield from ((name, _Way(name)) for name in reversed(STRATEGIES))
+    yield "bf16", _Way(compute=torch.bfloat16, tolerance=0.03)
+    yield "AdamW", _Way(adamw=True, tolerance=1e-4)
+    yield "accumulation", _Way(accumulation=3)
+
+
+CHECKS: dict[str, tuple[str, Callable[[Comm, Path], str]]] = {
+    "all-gather": ("every rank's bytes", _gather),
+    "broadcast": ("the root's values", _broadcast),
+    "all-to-all": ("every rank's piece for this one", _exchange),
+    "reduce-scatter": ("means within two roundings a rank", _sum),
+    "dtypes": ("products within 64 roundings of fp64", _products),
+    **{
+        f"parity {name}": (f"one process within {way.tolerance:.0e}", partial(_parity, way=way))
+        for name, way in _ways()
+    },
+    **{
+        f"parity with {engine}": (
+            f"its parameters within {_Way.tolerance:.0e}",
+            partial(_beside, engine=engine),
+        )
+        for engine in RIVALS
+    },
+    "save and load": ("the same bits after a step", _save_and_load),
+    # Last: a backend that refuses it may leave its group unusable.
+    "average": ("no condition: sums are divided where AVG is wrong", _average),
 }
-"""By name, in the order in which they run: each says what it covered, or raises."""
+"""By name, in the order in which they run: what is right, and a call that says what it found, or
+raises."""
