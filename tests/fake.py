@@ -38,7 +38,9 @@ class FakeComm(Comm):
             rows.copy_(rows[self.rank].clone())
         return Completed()
 
-    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
+    def exchange(
+        self, full: Tensor, on_received: OnReceived, label: Label, out: Tensor | None = None
+    ) -> Pending:
         rows = self._counted(full, label)
         on_received(rows[self.rank].expand_as(rows))
         return Completed()

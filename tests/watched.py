@@ -58,9 +58,11 @@ class Watched(Comm):
         self.most = max(self.most, self.flying)
         return Landing(pending, self)
 
-    def exchange(self, full: Tensor, use: OnReceived, label: Label) -> Pending:
+    def exchange(
+        self, full: Tensor, use: OnReceived, label: Label, out: Tensor | None = None
+    ) -> Pending:
         self.log.append(str(label))
-        return self.inner.exchange(full, use, label)
+        return self.inner.exchange(full, use, label, out)
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
         self.log.append(str(label))
@@ -122,8 +124,10 @@ class Late(FakeComm):
                 row.fill_(float("nan")) if peer != self.rank else None
         return Waited(self.waited, partial(super().all_gather, full, label))
 
-    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
-        return Waited(self.waited, partial(super().exchange, full, on_received, label))
+    def exchange(
+        self, full: Tensor, on_received: OnReceived, label: Label, out: Tensor | None = None
+    ) -> Pending:
+        return Waited(self.waited, partial(super().exchange, full, on_received, label, out))
 
     def fence(self, label: Label) -> None:
         self.fences.append(str(label))

@@ -74,7 +74,13 @@ class SilentComm(FakeComm):
         self.counters.sent(label.op, full.nbytes - full.nbytes // self.size)
         return Completed()
 
-    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:  # noqa: ARG002
+    def exchange(
+        self,
+        full: Tensor,
+        on_received: OnReceived,  # noqa: ARG002
+        label: Label,
+        out: Tensor | None = None,  # noqa: ARG002
+    ) -> Pending:
         """Nothing is summed."""
         self.counters.sent(label.op, full.nbytes - full.nbytes // self.size)
         return Completed()

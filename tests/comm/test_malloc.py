@@ -1,12 +1,10 @@
-"""Freed memory stays mapped, unless the user chose otherwise, and can be given back."""
+"""Freed memory can be given back, and large memory be in huge pages."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from mmap import PAGESIZE
 from pathlib import Path
@@ -17,90 +15,8 @@ import pytest
 import torch
 
 from shardwise.comm import malloc
-from shardwise.comm.malloc import in_huge_pages, keep_mapped, trim
+from shardwise.comm.malloc import in_huge_pages, trim
 from tests.forked import forked
-
-
-@forked
-def test_freed_memory_stays_mapped() -> None:
-    """Writing again to what was freed comes to fault in no page.
-
-    Not at once: what else is allocated in between may first split a freed piece.
-    """
-    kept, faults = in_a_new_process(AGAIN).split()
-    assert kept == "True"
-    assert int(faults) < 100
-
-
-@pytest.mark.prove
-def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
-    kept, faults = in_a_new_process(AGAIN).split()
-    assert kept == "False"
-    assert int(faults) > 1000
-
-
-@forked
-def test_freed_gradients_make_room_for_the_next() -> None:
-    """One of 16 MiB lives at a time, and three are touched; without joining five or six."""
-    assert int(in_a_new_process(GRADIENTS)) < 66
-
-
-GRADIENTS = """
-import torch
-from pathlib import Path
-from torch import nn
-from shardwise.comm.malloc import join_freed, keep_mapped
-def held():
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(x.split()[1]) >> 10 for x in lines if x.startswith("Anonymous"))
-def drop(param):
-    join_freed(param.grad.nbytes)
-    param.grad = None
-weight = torch.randn(2048, 2048) / 45
-layers = [nn.Linear(2048, 2048, bias=False, device="meta") for _ in range(6)]
-for layer in layers:
-    layer.weight = nn.Parameter(weight)
-    layer.weight.register_post_accumulate_grad_hook(drop)
-keep_mapped()
-before = held()
-for _ in range(4):
-    nn.Sequential(*layers)(torch.randn(4, 2048)).sum().backward()
-    join_freed(weight.nbytes)
-print(held() - before)
-"""
-
-
-@pytest.mark.parametrize(
-    ("kept", "nbytes", "joins"), [(0, 1 << 22, 0), (1, 1 << 21, 0), (1, 1 << 22, 1)]
-)
-def test_only_where_large_blocks_stay_mapped(
-    monkeypatch: pytest.MonkeyPatch, kept: bool, nbytes: int, joins: bool
-) -> None:
-    freed = list[int]()
-    pieces = itertools.count()
-    small = SimpleNamespace(malloc=lambda _: next(pieces), free=freed.append)
-    monkeypatch.setattr(malloc, "_small", small)
-    monkeypatch.setattr(malloc, "_kept", threading.Event())
-    if kept:
-        malloc._kept.set()
-    malloc.join_freed(nbytes)
-    assert sorted(freed) == list(range(len(freed)))  # each once
-    assert bool(freed) == joins
-
-
-AGAIN = """
-import resource, torch
-from shardwise.comm.malloc import keep_mapped
-kept, faults = keep_mapped(), []
-for _ in range(10):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    many = [torch.empty(3 << 20).fill_(1.0) for _ in range(8)]  # 96 MiB
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    del many
-    faults.append(after - before)
-print(kept, min(faults[2:]))
-"""
 
 
 def in_a_new_process(text: str) -> str:
@@ -111,21 +27,47 @@ def in_a_new_process(text: str) -> str:
 
 
 @forked
+def test_freed_gradients_make_room_for_the_next() -> None:
+    """A step of several ranks changes no setting of glibc's, so what is freed is not kept."""
+    assert int(in_a_new_process(GRADIENTS)) < 16
+
+
+GRADIENTS = """
+import torch
+from pathlib import Path
+import shardwise as sw
+from tests.fake import FakeComm
+def held():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(x.split()[1]) >> 10 for x in lines if x.startswith("Anonymous"))
+model = torch.nn.Linear(4, 4)
+sw.shard(model, comm=FakeComm(0, 2))
+for _ in range(2):
+    model(torch.ones(4, 4)).sum().backward()
+before = held()
+for _ in range(6):
+    gradient = torch.ones(16 << 20)
+    del gradient
+print(held() - before)
+"""
+
+
+@forked
 def test_what_was_freed_can_be_given_back() -> None:
-    """Even where it is kept mapped, and something that stays lies above it."""
+    """Even where something that stays lies above it."""
     assert int(in_a_new_process(HELD)) < 8 << 20
 
 
 HELD = """
 import torch
 from pathlib import Path
-from shardwise.comm.malloc import trim, keep_mapped
+from shardwise.comm.malloc import trim
 def held():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(x.split()[1]) << 10 for x in lines if x.startswith("Anonymous"))
-keep_mapped()
 before = held()
-unit, shard = torch.empty(64 << 20, dtype=torch.uint8).fill_(1), torch.ones(1 << 20)
+unit = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(640)]  # 64 MiB, from the heap
+shard = torch.ones(1 << 10)
 del unit
 trim()
 print(held() - before)
@@ -152,49 +94,11 @@ def calls_of(
         return int(accepts(*given))
 
     monkeypatch.setattr(malloc, "_libc", SimpleNamespace(**{name: called}))
-    monkeypatch.setattr(malloc, "_kept", threading.Event())
-    for variable in malloc.USER_SETTINGS:
-        monkeypatch.delenv(variable, raising=False)
     return calls
-
-
-M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
-
-
-@pytest.mark.parametrize(
-    ("largest", "kept", "expected"),
-    [
-        (1 << 30, True, [(M_MMAP_THRESHOLD, 1 << 30), (M_TRIM_THRESHOLD, 1 << 30)]),
-        (
-            1 << 25,
-            True,
-            [(M_MMAP_THRESHOLD, 1 << 30), (M_MMAP_THRESHOLD, 1 << 25), (M_TRIM_THRESHOLD, 1 << 30)],
-        ),
-        (0, False, [(M_MMAP_THRESHOLD, 1 << 30), (M_MMAP_THRESHOLD, 1 << 25)]),
-    ],
-)
-def test_both_thresholds_are_set_or_none(
-    monkeypatch: pytest.MonkeyPatch, largest: int, kept: bool, expected: list[tuple[int, ...]]
-) -> None:
-    """Once one of them is set, glibc no longer adapts the other."""
-
-    def accepts(option: int, nbytes: int) -> bool:
-        return option == M_TRIM_THRESHOLD or nbytes <= largest
-
-    calls = calls_of(monkeypatch, "mallopt", accepts)
-    assert keep_mapped() is kept
-    assert calls == expected
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=0")
-    assert keep_mapped() is False
-    monkeypatch.delenv("GLIBC_TUNABLES")
-    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so")
-    assert keep_mapped() is False
-    assert calls == expected
 
 
 def test_a_c_library_without_these_calls_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of(monkeypatch, "malloc_trim")
-    assert keep_mapped() is False
     assert in_huge_pages(torch.empty(1 << 21, dtype=torch.uint8)).nbytes == 1 << 21
     trim()
     assert calls == [(0,)]  # down to the last byte

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm, Label
 from shardwise.plan.schedule.events import Event, Mode, Op, Phase
-from shardwise.runtime import runtime
 from tests.fake import FakeComm
 from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers
 from tests.parity.plain import mean_in_rank_order
@@ -955,17 +954,3 @@ def test_branches_inside_a_unit_may_differ_by_rank(name: str, strategy: str) -> 
         train(sharded.model, BATCHES[comm.rank])  # and nobody is out of step afterwards
 
     run_threads(2, rank)
-
-
-def test_freed_memory_stays_mapped_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not before: what is freed while a model is loaded is not needed again."""
-    kept: list[str] = []
-    monkeypatch.setattr(runtime, "keep_mapped", lambda: kept.append("mapped"))
-    model = decoder()
-    sw.shard(model, comm=FakeComm(0, 2))
-    with torch.no_grad():
-        model(decoder_batch(0, 2)[0])
-    assert not kept
-    for _ in range(2):
-        loss(model, decoder_batch(0, 2)).backward()
-    assert kept == ["mapped"]

@@ -15,7 +15,6 @@ import click
 from shardwise.cli.models import Named, named_model
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
-from shardwise.comm.malloc import KEEP_BYTES
 from shardwise.doctor.accumulation import Accumulated, accumulated
 from shardwise.doctor.words import Word, find, words
 from shardwise.hf.preparation import packed_elements
@@ -120,8 +119,6 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
     yield "gathered   full parameters at most at a time within a step, besides"
     yield "buckets    gradients at most at a time: a unit's that are written, another's that travel"
     yield "gathers    all-gathers in the forward + backward pass; reduces: reduce-scatters"
-    kept = size(KEEP_BYTES)
-    yield f"On CPU, what a step frees stays mapped for the next, {kept} at most: docs/strategies.md"
     if about.accumulation:
         yield from _ways(ways, about.accumulation)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, UntypedStorage
 
+from shardwise.comm.pages import LARGE, pages
 from shardwise.comm.transports.arena import Heap, SymmetricHeap
 
 
@@ -36,24 +37,36 @@ class Memory:
 
     def full(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a full bucket; called in the same order on every rank."""
-        return self._new(numel, dtype)
+        return self._paged(numel, dtype)
 
     def gradient(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate tensors that are sent or summed."""
-        return self._new(numel, dtype)
+        tensor = self._paged(numel, dtype)
+        pages.lend(tensor.data_ptr())
+        return tensor
 
     def free(self, storage: UntypedStorage) -> None:
         """Free the memory of a full bucket. Its tensors and views stay, for ``refill``.
 
         Memory that ``Tensor.numpy`` handed out is not resizable: the array reads it, so it stays.
         """
-        if storage.resizable():
+        if pages.holds(storage.data_ptr()):
+            pages.take(storage.data_ptr())
+        elif storage.resizable():
             storage.resize_(0)
 
     def refill(self, storage: UntypedStorage, nbytes: int) -> None:
         """Allocate the memory of a full bucket again, uninitialised, if it was freed."""
-        if not storage.nbytes():
+        if pages.holds(storage.data_ptr()):
+            pages.lend(storage.data_ptr())
+        elif not storage.nbytes():
             storage.resize_(nbytes)
+
+    def _paged(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self.shared or self._device.type != "cpu" or numel * dtype.itemsize < LARGE:
+            return self._new(numel, dtype)
+        with torch.inference_mode(False):
+            return pages.tensor(numel, dtype)
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not torch.is_inference_mode_enabled():  # cheaper than entering the context

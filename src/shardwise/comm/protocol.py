@@ -145,7 +145,9 @@ class Comm(ABC):
         return rows
 
     @abstractmethod
-    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
+    def exchange(
+        self, full: Tensor, on_received: OnReceived, label: Label, out: Tensor | None = None
+    ) -> Pending:
         """Send piece r of ``full`` to rank r, and ``on_received`` what every rank sent to this one.
 
         Args:
@@ -153,6 +155,7 @@ class Comm(ABC):
             on_received: called once before ``wait`` returns, with ``size`` tensors ``[n]`` in rank
                 order, or with one tensor ``[size, n]``. They are valid during the call only: they
                 may be memory of peers.
+            out: ``[n]``, free until then; one of the first two of these tensors may lie in it.
         """
 
     @abstractmethod

@@ -79,7 +79,7 @@ class Reduction:
             return comm.exchange(sent, partial(_sum_decoded, out, codec, divisor), label)
         if not comm.has_reduce_scatter or sent.dtype is not out.dtype:
             on_received = partial(sum_in_rank_order, out, divisor=divisor)
-            return comm.exchange(sent, on_received, label)
+            return comm.exchange(sent, on_received, label, out if sent.dtype is out.dtype else None)
         average = self.how == "avg" and comm.has_average
         pending = comm.reduce_scatter(out, sent, average, label)
         return pending if average or divisor == 1 else _Divided(pending, out, divisor)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.host_memory import HostMemory
-from shardwise.comm.malloc import join_freed
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Label, Pending
 from shardwise.comm.reduction import PendingReduction
@@ -61,7 +60,6 @@ class Gradients:
         self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
         self._numels = [slot.numel for slot in spec.slots]
         self._small = [numel < SMALL for numel in self._numels]
-        self._largest = max(self._numels, default=0) * spec.dtypes.collected.itemsize
         self._indices = frozenset(range(len(spec.slots)))
         self._waiting: dict[int, Tensor] = {}
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
@@ -201,7 +199,6 @@ class Gradients:
         if self._small[index] and not again and not grad.is_sparse:
             self._waiting[index] = grad
         else:
-            join_freed(self._numels[index] * grad.itemsize)  # those before it are gone
             self.write()
             self._put(self._views[index], grad.to_dense() if grad.is_sparse else grad, again)
         return not self.missing
@@ -274,7 +271,6 @@ class Gradients:
         self._reducing, self.carries = None, False
         self._reduced |= self.arrived
         self.arrived.clear()
-        join_freed(self._largest)
 
     def _over_copies(self, mean: Tensor) -> Tensor:
         """Average what the first axis gave over all ranks: ``[S]``, as it is stored."""

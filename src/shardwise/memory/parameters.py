@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.host_memory import HostMemory
-from shardwise.comm.malloc import in_huge_pages, join_freed
+from shardwise.comm.malloc import in_huge_pages
 from shardwise.comm.mesh import Mesh
+from shardwise.comm.pages import pages
 from shardwise.comm.protocol import Label, Pending
 from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.gradients import Gradients
@@ -163,7 +164,6 @@ class Bucket:
         if self.allocation.stays_whole or self._is_current:
             return
         self._is_current = self.spec.kept and not self.trainable
-        join_freed(self._nbytes)
         self._memory.refill(self._storage, self._nbytes)
         if not self._sent.is_updated:
             self.update()
@@ -372,8 +372,9 @@ class Bucket:
             shard.copy_(torch.where(part != shown, part.to(shard.dtype), shard.to(part.device)))
 
     def _before_write(self) -> None:
-        """A parameter may be written next: this rank must write to memory of its own."""
-        if not self._may_be_written and self.allocation.shared:
+        """A parameter may be written next, or kept: this rank needs memory of its own for that."""
+        lent = self.allocation.shared or pages.holds(self.full.data_ptr())
+        if lent and not self._may_be_written:
             with torch.inference_mode(False), disable_torch_function():
                 self._bind(GatheredParameter, self.spec.full_views(self.full.clone()))
         self._may_be_written = True

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from shardwise.comm.malloc import keep_mapped
 from shardwise.comm.one_stream import OneStream
 from shardwise.comm.protocol import Comm, Label
 from shardwise.config.precision import Precision
@@ -59,7 +58,6 @@ class Runtime:
         }
         self._stream = OneStream(comm.device)
         self._peers_may_read = False  # a peer may still compute with shared parameters
-        self._may_keep_mapped = comm.device.type == "cpu" and comm.size > 1
         buckets = [bucket for state in units.values() for bucket in state.buckets]
         #: The units of whose shards something is made that is kept.
         self._expiring = {bucket.unit for bucket in buckets if bucket.expires}
@@ -161,9 +159,6 @@ class Runtime:
             for bucket in self.trained.buckets:
                 bucket.gradients.adopt()  # memory of what was thrown away is not kept
             return before
-        if self._may_keep_mapped:  # from now on: what loading a model frees is not needed again
-            self._may_keep_mapped = False
-            keep_mapped()
         self._peers_may_read, mode = True, self._mode()
         if before.ended:
             self._cursor = self._begun(mode)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from shardwise.comm.protocol import Label
@@ -43,26 +41,20 @@ def test_a_reduction_sends_slices_of_the_buffer_itself() -> None:
     assert list(receives) == [1, 2]
 
 
-def test_memory_for_what_peers_send_is_used_again_once_the_sum_is_there() -> None:
+def test_what_one_of_the_first_two_ranks_sends_is_received_where_the_sum_is_formed() -> None:
+    """Only the first two addends of a sum in rank order may lie in it."""
+    for rank, first in enumerate((1, 0, 0)):
+        comm, full = Noted(rank, 3), torch.arange(6.0)
+        reduction = start_sum(comm, full)
+        _, _, receives = comm.posts[0]
+        place = reduction.out.data_ptr()
+        assert [peer for peer in receives if receives[peer].data_ptr() == place] == [first]
+        assert len({data.data_ptr() for data in receives.values()}) == 2
+
+
+def test_a_sum_in_a_wider_dtype_is_formed_elsewhere() -> None:
     comm = Noted(0, 2)
-
-    def issue(n: int) -> tuple[int, Callable[[], None]]:
-        pending = start_sum(comm, torch.zeros(2 * n)).pending
-        return comm.posts[-1][2][1].data_ptr(), pending.wait
-
-    first, wait_first = issue(100)
-    second, wait_second = issue(1000)
-    assert first != second
-    wait_second()
-    wait_first()
-    assert issue(100)[0] == first  # the smallest that is large enough
-    assert issue(500)[0] == second
-
-
-def test_a_larger_buffer_for_what_peers_send_takes_the_place_of_a_smaller_one() -> None:
-    comm = Noted(0, 2)
-    for n in (100, 1000, 1000):
-        start_sum(comm, torch.zeros(2 * n)).pending.wait()
-    places = [receives[1].data_ptr() for _, _, receives in comm.posts]
-    assert places[1] == places[2] != places[0]
-    assert [memory.nbytes for memory in comm._scratch._free] == [4000]
+    reduction = start_sum(comm, torch.arange(4.0).bfloat16())
+    _, _, receives = comm.posts[0]
+    assert receives[1].dtype is torch.bfloat16
+    assert receives[1].data_ptr() != reduction.out.data_ptr()

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.comm import memory, pages
 from shardwise.comm.protocol import Comm
 from tests.copies import on_ranks, said
 from tests.ranks import run_threads
@@ -306,7 +307,12 @@ class Arrays(nn.Linear):
         return super().forward(x)
 
 
-def test_an_array_in_the_memory_of_a_gathered_parameter_stays_readable() -> None:
+@pytest.mark.parametrize("large", [pages.LARGE, 1])
+def test_an_array_in_the_memory_of_a_gathered_parameter_stays_readable(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "LARGE", large)
+
     def rank(comm: Comm, model: nn.Module) -> None:
         assert isinstance(model, nn.Sequential)
         assert isinstance(model[0], Arrays)

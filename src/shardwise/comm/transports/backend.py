@@ -106,7 +106,9 @@ class BackendComm(Group):
         call = partial(self._calls.gather, data, piece, group=self._gather_group, async_op=True)
         return self._start(collective, call)
 
-    def _exchange(self, collective: Collective, full: Tensor, on_received: OnReceived) -> Transfer:
+    def _exchange(
+        self, collective: Collective, full: Tensor, on_received: OnReceived, out: Tensor | None
+    ) -> Transfer:
         received, group = torch.empty_like(full), self._reduce_group
         call = partial(dist.all_to_all_single, received, full, group=group, async_op=True)
         return self._start(collective, call, lambda: on_received(rows_of(received, self.size)))

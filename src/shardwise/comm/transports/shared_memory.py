@@ -175,7 +175,9 @@ class SharedMemoryComm(Group):
 
         return self._transfer(collective, finish)
 
-    def _exchange(self, collective: Collective, full: Tensor, on_received: OnReceived) -> Transfer:
+    def _exchange(
+        self, collective: Collective, full: Tensor, on_received: OnReceived, out: Tensor | None
+    ) -> Transfer:
         own = self._publish(full, collective)
 
         def finish() -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.comm.pages import pages
 from shardwise.comm.protocol import (
     CLOSED,
     Comm,
@@ -133,7 +134,9 @@ class Group(Comm):
         """Fill ``full``, ``[size * n]``, which holds this rank's piece."""
 
     @abstractmethod
-    def _exchange(self, collective: Collective, full: Tensor, on_received: OnReceived) -> Transfer:
+    def _exchange(
+        self, collective: Collective, full: Tensor, on_received: OnReceived, out: Tensor | None
+    ) -> Transfer:
         """Send piece r to rank r; ``finish`` passes the received pieces to ``on_received``."""
 
     @abstractmethod
@@ -166,10 +169,12 @@ class Group(Comm):
         transfer = self._all_gather(collective, full)
         return self._in_flight(collective, transfer, full.nbytes - full.nbytes // self.size)
 
-    def exchange(self, full: Tensor, on_received: OnReceived, label: Label) -> Pending:
+    def exchange(
+        self, full: Tensor, on_received: OnReceived, label: Label, out: Tensor | None = None
+    ) -> Pending:
         full = check_divisible(full, self.size, label)
         collective = self._next("reduce_scatter", label, full.nbytes)
-        transfer = self._exchange(collective, full, on_received)
+        transfer = self._exchange(collective, full, on_received, out)
         return self._in_flight(collective, transfer, full.nbytes - full.nbytes // self.size)
 
     def broadcast(self, tensor: Tensor, root: int, label: Label) -> Pending:
@@ -196,6 +201,7 @@ class Group(Comm):
             raise self._fail(facts_differ([json.loads(text) for text in self._texts(own)]))
         for axis in itertools.chain(*self._axes.values()):
             axis.agree(facts)  # which also frees memory that the axis shares
+        pages.trim()
 
     def fence(self, label: Label) -> None:
         for axis in itertools.chain(*self._axes.values()):

@@ -1,0 +1,131 @@
+"""Tensors keep their addresses, and what one of them frees the next one fills."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm import pages as module
+from shardwise.comm.memory import Memory
+from shardwise.comm.pages import LARGE, PIECE, Pages
+
+MIB = 1 << 20
+KINDS = {"blocks of whole pieces": 8 * MIB, "and of a rest": 9 * MIB + 4}
+
+
+def held() -> int:
+    """Bytes of memory that this process does not share."""
+    lines = Path("/proc/self/smaps_rollup").read_text("utf-8").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous"))
+
+
+def faults_of_writing(tensor: Tensor) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensor.fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def new(pages: Pages, nbytes: int) -> tuple[Tensor, int]:
+    tensor = pages.tensor(nbytes, torch.uint8)
+    return tensor, tensor.data_ptr()
+
+
+def lent(pages: Pages, nbytes: int) -> Tensor:
+    tensor, start = new(pages, nbytes)
+    pages.lend(start)
+    return tensor
+
+
+@pytest.mark.parametrize("nbytes", KINDS.values(), ids=KINDS)
+def test_what_one_tensor_frees_the_next_one_fills(nbytes: int) -> None:
+    pages = Pages()
+    (first, at_first), (second, at_second) = new(pages, nbytes), new(pages, nbytes)
+    view = second[5:]
+    pages.lend(at_first)
+    assert faults_of_writing(first) >= nbytes >> 12
+    before = held()
+    for _ in range(3):
+        pages.take(at_first)
+        pages.lend(at_second)
+        assert faults_of_writing(second) < 100
+        pages.take(at_second)
+        pages.lend(at_first)
+        assert faults_of_writing(first) < 100
+    assert held() - before < MIB
+    assert (second.data_ptr(), view.data_ptr()) == (at_second, at_second + 5)
+
+
+def test_a_tensor_of_another_size_gets_the_pieces_that_there_are() -> None:
+    pages = Pages()
+    (small, at_small), (large, _) = new(pages, 2 * PIECE), new(pages, 3 * PIECE)
+    pages.lend(at_small)
+    small.fill_(1)
+    pages.take(at_small)
+    before = held()
+    pages.lend(large.data_ptr())
+    large.fill_(2)
+    assert held() - before < PIECE + MIB
+    assert large.float().mean() == 2
+
+
+def test_pages_of_a_tensor_that_died_are_kept_until_no_tensor_is_left_or_they_are_trimmed() -> None:
+    pages = Pages()
+    before = held()
+    lasting, passing = (lent(pages, 8 * MIB).fill_(1) for _ in range(2))
+    del passing
+    assert held() - before > 15 * MIB
+    assert faults_of_writing(lent(pages, 8 * MIB)) < 100
+    pages.trim()
+    assert held() - before < 9 * MIB
+    del lasting
+    assert held() - before < MIB
+
+
+def test_where_the_kernel_moves_no_pages_memory_is_freed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_mremap", lambda *_: module._FAILED)
+    pages = Pages()
+    before = held()
+    tensor = lent(pages, 8 * MIB).fill_(1)
+    start = tensor.data_ptr()
+    pages.take(start)
+    assert held() - before < MIB
+    pages.lend(start)
+    assert tensor.fill_(3).float().mean() == 3
+
+
+def test_large_memory_that_is_gathered_or_sent_is_such_memory_on_a_cpu_that_shares_none() -> None:
+    memory = Memory(torch.device("cpu"))
+    large, small = LARGE // 4, LARGE // 4 - 1
+    tensors = [
+        kind(numel, torch.float32)
+        for kind in (memory.full, memory.gradient, memory.shard)
+        for numel in (large, small)
+    ]
+    assert [module.pages.holds(tensor.data_ptr()) for tensor in tensors] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_large_full_bucket_keeps_its_storage_while_it_is_free() -> None:
+    memory = Memory(torch.device("cpu"))
+    with torch.inference_mode():
+        full = memory.full(LARGE, torch.float32)
+    view, storage = full[2:5], full.untyped_storage()
+    start = full.data_ptr()
+    for _ in range(2):
+        memory.free(storage)
+        memory.refill(storage, full.nbytes)
+        full.copy_(torch.arange(float(LARGE)))
+        assert view.tolist() == [2.0, 3.0, 4.0]
+    assert (full.data_ptr(), full.is_inference()) == (start, False)
