@@ -93,7 +93,7 @@ def on_a_device_of(memory: float) -> Question:
     return replace(asked, machine=replace(asked.machine, accelerator=accelerator))
 
 
-@pytest.mark.parametrize(("memory", "status"), [(0.9, 2), (1.02, 3), (1.1, 0)])
+@pytest.mark.parametrize(("memory", "status"), [(0.9, 2), (1.02, 3), (1.2, 0)])
 def test_the_error_decides_what_is_promised(memory: float, status: int) -> None:
     chosen = Candidate("no_shard", 4)
     needed = Planner(question()).forecast(chosen).memory.peak
