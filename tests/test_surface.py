@@ -58,6 +58,7 @@ FLOORS = (
     {"api", "convert"},
     {"hf", "tracing", "doctor"},
     {"__init__", "train", "integrations"},
+    {"report"},
     {"cli", "__main__"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

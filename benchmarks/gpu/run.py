@@ -61,6 +61,9 @@ class Config:
     optimizer: str = setting("torch", "of ours", OPTIMIZERS)
     device: str = setting("cuda", "cpu tries the benchmark", ("cuda", "cpu"))
     part: tuple[str, ...] = setting(PARTS, "what is measured", PARTS)
+    simulated: bool = setting(
+        False, "count on a recorded device that is not there, and time nothing"
+    )
 
     def setup(self, model: str, world: int) -> Setup:
         """Of one case."""
@@ -70,6 +73,11 @@ class Config:
 
 def run(config: Config, log: Log) -> Iterator[Report]:
     """One rank of many on one CUDA device, with simulated peers, beside FSDP2."""
+    if config.simulated:
+        from benchmarks.gpu import recorded
+
+        yield from recorded.run(log)
+        return
     if config.device != "cpu" and not torch.cuda.is_available():
         raise click.ClickException(
             f"there is no CUDA device here (torch {torch.__version__}), so nothing was measured. "

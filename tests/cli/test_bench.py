@@ -17,13 +17,37 @@ def build():
     return torch.nn.Sequential(*layers), torch.zeros(2, 1024)
 """
 
+HERE = """
+[accelerators."here"]
+bf16 = 1e11
+fp32 = 1e11
+products = 1.0
+attention = 1.0
+memory = 1e10
+bandwidth = 1e10
+inside = "PCIe 3"
+between = "PCIe 3"
+device = "cpu"
+source = "made up"
+"""
+
 
 def test_an_engine_is_measured_and_planned(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    picture = tmp_path / "bench.png"
-    asked = ["--engine", "full_shard", "--rounds", "2", "--json", "--plot", str(picture)]
+    picture, here = tmp_path / "bench.png", tmp_path / "here.toml"
+    here.write_text(HERE)
+    asked = [
+        f"--machines={here}",
+        "--engine",
+        "full_shard",
+        "--rounds",
+        "2",
+        "--json",
+        "--plot",
+        str(picture),
+    ]
     with pytest.raises(SystemExit) as caught:
         main(["bench", f"{tmp_path}/model.py:build", *asked])
     out, error = capfd.readouterr()
@@ -34,4 +58,5 @@ def test_an_engine_is_measured_and_planned(
     state = 4 * 4 * 4 * 1024 * 1025  # bytes of four layers, as AdamW has them
     assert row["planned_peak"] > state
     assert row["peak"] > 0.9 * state
+    assert row["planned_milliseconds"] > 0
     assert picture.stat().st_size > 1000

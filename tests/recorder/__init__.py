@@ -6,6 +6,7 @@
     overlap      collectives, and the units that are computed beside them
     device       the modes and stand-ins under which a program runs as if on a device
     collectives  a vendor's group of which one rank is there; it writes late
+    fully_shard  FSDP2 on such a device
     programs     small training runs, and what they are compared with
 
 Tensors are the CPU's. What a stream beside the one that computes is given is done only when

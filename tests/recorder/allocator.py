@@ -42,6 +42,10 @@ class Allocator:
         self._segments = 0
         self._free = defaultdict[tuple[str, bool], list[Block]](list)
 
+    def begin(self) -> None:
+        """Forget the peaks."""
+        self.peak, self.pinned_peak = self.used, self.pinned
+
     def allocate(self, nbytes: int, stream: str) -> Block:
         """Take a block of at least ``nbytes``."""
         size = _rounded(nbytes, LEAST)

@@ -26,7 +26,7 @@ from shardwise.comm.transports.transport import IMMEDIATE, Shutdown
 from tests.recorder.clocks import DEVICE, Event, Stream
 from tests.recorder.device import Device, Values, later
 
-__all__ = ["late_comm"]
+__all__ = ["LateGroup", "issued", "late_comm"]
 
 
 class Late(Work):
@@ -52,9 +52,10 @@ class LateGroup:
 
     device: Device
     size: int
+    name: str  # of the axis
 
     def __post_init__(self) -> None:
-        self.stream = Stream(f"group of {self.size}", self.device.is_late, self.device.host)
+        self.stream = Stream(f"group {self.name}", self.device.is_late, self.device.host)
         self.device.streams.append(self.stream)
 
     def abort(self) -> None:
@@ -67,7 +68,8 @@ class LateGroup:
         accesses = self.device.accesses
         self.stream.wait_stream(self.device.current_stream())
         stamp = self.stream.stamp(name)
-        self.device.overlap.issue(name, self.size, max(out.nbytes, full.nbytes), stamp)
+        nbytes = max(out.nbytes, full.nbytes)
+        self.device.overlap.issue(name, self.name, nbytes, stamp, self.stream.clock)
         accesses.read(full, self.stream, stamp)
         accesses.write(out, self.stream, stamp)
         sent = list[Tensor]()  # as it is when the stream comes to it
@@ -78,18 +80,27 @@ class LateGroup:
             later(self.stream, out, lambda memory: write(memory, sent[0]), own)
         return Late(self.device, self.stream.record_event(), (out, full))
 
-    def gather(self, out: Tensor, piece: Tensor, **_: Any) -> Late:
-        return self.issue(
-            "all_gather", out, piece, lambda to, sent: to.view(self.size, -1).copy_(sent.view(-1))
-        )
+    def gather(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> Late:
+        def write(to: Tensor, sent: Tensor) -> object:
+            return to.view(self.size, -1).copy_(sent.view(-1))
 
-    def scatter(self, out: Tensor, full: Tensor, op: Any, **_: Any) -> Late:
+        return self.issue("all_gather", output_tensor, input_tensor, write)
+
+    def scatter(self, output: Tensor, input: Tensor, op: Any, **_: Any) -> Late:  # noqa: A002
         factor = 1 if op == dist.ReduceOp.AVG else self.size
 
         def write(to: Tensor, sent: Tensor) -> object:
             return torch.mul(sent.view(self.size, -1)[0], factor, out=to.view(-1))
 
-        return self.issue("reduce_scatter", out, full, write)
+        return self.issue("reduce_scatter", output, input, write)
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> Late:
+        factor = 1 if op == dist.ReduceOp.AVG else self.size
+
+        def write(to: Tensor, sent: Tensor) -> object:
+            return torch.mul(sent, factor, out=to)
+
+        return self.issue("all_reduce", tensor, tensor, write)
 
     def exchange(self, out: Tensor, full: Tensor, *_: Any, **__: Any) -> Late:
         def write(to: Tensor, sent: Tensor) -> object:
@@ -98,19 +109,20 @@ class LateGroup:
         return self.issue("all_to_all", out, full, write)
 
 
-def _of(name: str, *args: Any, group: LateGroup, **kwargs: Any) -> Late:
+def issued(name: str, *args: Any, group: LateGroup, **kwargs: Any) -> Late:
+    """A collective of a group, of which nobody sees what it computes."""
     with torch.utils._python_dispatch._disable_current_modes():
-        issued: Late = getattr(group, name)(*args, **kwargs)
-        return issued
+        work: Late = getattr(group, name)(*args, **kwargs)
+        return work
 
 
 @contextmanager
 def late_comm(device: Device, size: int) -> Iterator[Comm]:
     """Rank 0 of ``size``, over the path of NCCL."""
-    group: Any = LateGroup(device, size)
+    group: Any = LateGroup(device, size, "all")
 
     def axes(replicate: int, shard: int) -> tuple[Comm, Comm]:
-        over = (LateGroup(device, n) for n in (replicate, shard))
+        over = (LateGroup(device, replicate, "replicate"), LateGroup(device, shard, "shard"))
         first, second = (comm(one) for one in over)
         return first, second
 
@@ -123,14 +135,14 @@ def late_comm(device: Device, size: int) -> Iterator[Comm]:
         "get_rank": lambda _: 0,
         "get_world_size": lambda over=None: (over or group).size,
         "get_backend": lambda _: "nccl",
-        "new_group": lambda **_: LateGroup(device, size),
+        "new_group": lambda **_: LateGroup(device, size, "all"),
         "destroy_process_group": lambda _=None: None,
-        "all_to_all_single": partial(_of, "exchange"),
+        "all_to_all_single": partial(issued, "exchange"),
         "broadcast": lambda data, *_, group, **__: Late(
             device, device.current_stream().record_event()
         ),
     }
-    both = backend._Calls(partial(_of, "gather"), partial(_of, "scatter"))
+    both = backend._Calls(partial(issued, "gather"), partial(issued, "scatter"))
     with ExitStack() as stack:
         for name, call in calls.items():
             stack.enter_context(mock.patch.object(dist, name, call))

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,13 +49,18 @@ class Device:
     Args:
         own_stream: the program computes in a stream of its own, not in the default one.
         is_late: streams beside it are late; otherwise all is done at once.
+        has_host: there is memory of a host beside it; otherwise all memory is the device's.
         place: what it is called.
     """
 
     def __init__(
-        self, own_stream: bool = False, is_late: bool = True, place: torch.device = DEVICE
+        self,
+        own_stream: bool = False,
+        is_late: bool = True,
+        has_host: bool = True,
+        place: torch.device = DEVICE,
     ) -> None:
-        self.is_late, self.place = is_late, place
+        self.is_late, self.has_host, self.place = is_late, has_host, place
         self.host = Stream("host", waits=False)
         name = "the user's" if own_stream else "compute"
         self.compute = Stream(name, waits=False, host=self.host, device=place)
@@ -72,6 +78,13 @@ class Device:
     def waits(self) -> list[str]:
         """Of the host for the device."""
         return self.host.awaited
+
+    def begin_step(self) -> None:
+        """Count anew."""
+        self.launches = 0
+        self.waits.clear()
+        self.overlap.begin()
+        self.accesses.allocator.begin()
 
     def current_stream(self, _: object = None) -> Stream:
         return getattr(self._current, "stream", self.compute)
@@ -182,7 +195,7 @@ class _Asked(TorchFunctionMode):
         pinned = kwargs.pop("pin_memory", False)
         if on is None and not pinned:
             return func(*args, **kwargs)
-        wanted = "host" if pinned or on == CPU else "device"
+        wanted = "host" if self.device.has_host and (pinned or on == CPU) else "device"
         args, kwargs = tree_map(self._on_cpu, (args, kwargs))
         moved = args[0] if func in (Tensor.to, Tensor.cpu) else None
         with _hint(wanted):
@@ -251,6 +264,8 @@ class _Issued(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes again with what is inside
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func.is_view or func.name() in NO_ACCESS or any(t.is_meta for t in tensors):
             return func(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""Overlap: how many units a device computes between the issue of a collective and the wait for it.
+"""Overlap: how many units a device may compute while a collective is under way.
 
-A unit ticks once, in the middle of its computation, in the forward and in the backward pass. A
-collective is waited for once the stream that computes comes after it.
+A unit ticks once, in the middle of its computation, in the forward and in the backward pass. It
+may be computed beside a collective that has not waited for it, and for which it has not waited:
+where the host runs ahead, these are the units between the issue of a collective and the wait.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.recorder.clocks import Stamp, Stream
+from tests.recorder.clocks import Clock, Stamp, Stream
 
 __all__ = ["Flight", "Overlap"]
 
@@ -22,30 +23,34 @@ class Flight:
     """A collective, from its issue to the wait for it."""
 
     op: str
-    ranks: int
+    axis: str
     nbytes: int  # of its larger side
-    phase: str
     stamp: Stamp
-    units: int = 0  # computed since it was issued
+    units: int  # that may be computed meanwhile
 
 
 class Overlap:
     """The collectives of a step, and the units that are computed beside each."""
 
     def __init__(self, compute: Stream) -> None:
-        self.phase, self.flights = "", list[Flight]()
-        self._compute, self._open = compute, list[Flight]()
+        self.flights = list[Flight]()
+        self._compute, self._ticks = compute, list[Stamp]()
 
-    def issue(self, op: str, ranks: int, nbytes: int, stamp: Stamp) -> None:
-        """A collective is issued."""
-        self.flights.append(Flight(op, ranks, nbytes, self.phase, stamp))
-        self._open.append(self.flights[-1])
+    def begin(self) -> None:
+        """A step begins."""
+        self.flights.clear()
+        self._ticks.clear()
+
+    def issue(self, op: str, axis: str, nbytes: int, stamp: Stamp, clock: Clock) -> None:
+        """A collective is issued, which comes after what its ``clock`` knows."""
+        units = sum(not clock.knows(tick) for tick in self._ticks)
+        self.flights.append(Flight(op, axis, nbytes, stamp, units))
 
     def computes(self) -> None:
         """A unit is in the middle of its computation."""
-        self._open = [one for one in self._open if not self._compute.clock.knows(one.stamp)]
-        for flight in self._open:
-            flight.units += 1
+        self._ticks.append(self._compute.stamp("unit"))
+        for flight in self.flights:
+            flight.units += not self._compute.clock.knows(flight.stamp)
 
     def watch(self, module: nn.Module) -> None:
         """A unit ticks where the output of ``module`` is used, and where its gradient comes."""

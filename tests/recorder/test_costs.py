@@ -45,14 +45,23 @@ def test_pinned_memory_is_a_power_of_two() -> None:
     assert (allocator.pinned, allocator.pinned_peak) == (0, 8 * MIB)
 
 
-def test_units_are_counted_until_the_computing_stream_comes_after_a_collective() -> None:
+def test_units_are_counted_that_may_be_computed_beside_a_collective() -> None:
     host = Stream("host", waits=False)
     compute, group = (Stream(name, waits=False, host=host) for name in ("compute", "group"))
     overlap = Overlap(compute)
-    overlap.issue("all_gather", 8, 4, group.stamp("all_gather"))
+
+    def issue() -> None:
+        overlap.issue("all_gather", "shard", 4, group.stamp("all_gather"), group.clock)
+
+    issue()
     overlap.computes()
-    overlap.issue("all_gather", 8, 4, group.stamp("all_gather"))
+    group.wait_stream(compute)
+    issue()
     overlap.computes()
     compute.wait_stream(group)
     overlap.computes()
     assert [flight.units for flight in overlap.flights] == [2, 1]
+    overlap.begin()
+    overlap.computes()
+    issue()
+    assert [flight.units for flight in overlap.flights] == [1]

@@ -38,6 +38,7 @@ FILES = [
     "metrics.jsonl",
     "model.safetensors",
     "recipe.yaml",
+    "step.json",
     "tokenizer.cache.json",
     "tokenizer.json",
     "tokenizer_config.json",

@@ -14,6 +14,7 @@ from typing import Any
 import click
 import torch
 
+from shardwise.cli.plan import HERE
 from shardwise.cli.planned import Planned, planned
 from shardwise.cli.tables import table
 from shardwise.comm.machine.environment import read_launch
@@ -43,6 +44,7 @@ class Bench:
     rows: int
     seq: int | None
     engines: tuple[str, ...]
+    machines: Path | None = None  # with the entry of this one
 
     @property
     def arguments(self) -> list[str]:
@@ -63,6 +65,7 @@ class Row:
     sent: int | None
     peak: int | None = None
     planned_peak: int | None = None
+    planned_milliseconds: float | None = None
 
 
 def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bool) -> list[Row]:
@@ -114,12 +117,14 @@ def _rows(asked: Planned, bench: Bench, measured: Sequence[Measured]) -> list[di
     return rows
 
 
-def _question(asked: Planned, ranks: int) -> Question:
-    """A question about memory alone, whose machine has the device that is here."""
-    device = torch.accelerator.current_accelerator()
-    machine = known().machine("H100", ranks)
-    accelerator = replace(machine.accelerator, device="cpu" if device is None else device.type)
-    here = replace(machine, accelerator=accelerator)
+def _question(asked: Planned, ranks: int, machines: Path | None = None) -> Question:
+    """A question about this machine; without its entry, about the memory of its device alone."""
+    if machines is not None:
+        here = known().with_file(machines).machine(HERE, ranks)
+    else:
+        device, machine = torch.accelerator.current_accelerator(), known().machine("H100", ranks)
+        kind = "cpu" if device is None else device.type
+        here = replace(machine, accelerator=replace(machine.accelerator, device=kind))
     question = Question(asked.model, asked.inputs, here, ranks, arguments=asked.arguments)
     return replace(question, loss=asked.loss)
 
@@ -127,24 +132,30 @@ def _question(asked: Planned, ranks: int) -> Question:
 def _planned(row: Row, bench: Bench) -> Row:
     if row.engine not in STRATEGIES:
         return row
-    question = _question(planned(bench.model, bench.seq, None, None), bench.nproc)
+    asked = planned(bench.model, bench.seq, None, None)
+    question = _question(asked, bench.nproc, bench.machines)
     forecast = Planner(question).forecast(Candidate(row.engine, bench.rows))
-    return replace(row, planned_peak=bench.nproc * forecast.memory.peak)
+    milliseconds = 1e3 * forecast.time.seconds if bench.machines else None
+    peak = bench.nproc * forecast.memory.peak
+    return replace(row, planned_peak=peak, planned_milliseconds=milliseconds)
 
 
 def _print(rows: Sequence[Row], bench: Bench, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows]))
         return
-    head = ["engine", "ms", "tokens/s", "TFLOP/s a rank", "MB sent", "MB peak", "planned"]
+    head = ["engine", "ms", "planned", "tokens/s", "TFLOP/s", "MB sent", "MB peak", "planned"]
     click.echo(f"{bench.model}, {bench.rows} rows on each rank, medians of {bench.rounds} rounds")
     click.echo()
     for line in table([_cells(row) for row in rows], head):
         click.echo(line)
     click.echo()
-    click.echo("ms, sent    of a step, of a rank; engines take turns, the slowest rank counts")
+    click.echo("ms          of a step; engines take turns, the slowest rank counts")
+    click.echo("TFLOP/s     of a rank; MB sent: in a step, by a rank")
     click.echo("peak        of all ranks, beyond Python and torch; each engine by itself")
-    click.echo("planned     the same, from the plan; `shardwise plan` says what it consists of")
+    click.echo(
+        "planned     the same, from the plan; of ms with --machines, which --calibrate writes"
+    )
 
 
 def _cells(row: Row) -> list[str]:
@@ -153,7 +164,9 @@ def _cells(row: Row) -> list[str]:
 
     rates = f"{row.tokens_per_second:,.0f}", f"{row.flops_per_second / 1e12:,.3f}"
     sizes = map(megabytes, (row.sent, row.peak, row.planned_peak))
-    return [row.engine, f"{row.milliseconds:,.1f}", *rates, *sizes]
+    plan = row.planned_milliseconds
+    times = f"{row.milliseconds:,.1f}", "-" if plan is None else f"{plan:,.1f}"
+    return [row.engine, *times, *rates, *sizes]
 
 
 def _say(text: str) -> None:

@@ -281,6 +281,7 @@ Examples:
   shardwise plan recipe.yaml --gpus 8xH100
   shardwise plan config.json --gpus 8xA100 --nodes 4 --link 400Gb/s --seq 4096 --global-batch 1Mtok
   shardwise plan meta-llama/Llama-2-70b-hf --gpus "4xRTX 4090" --lora r=16 --quantize nf4
+  shardwise plan --calibrate here.toml && shardwise plan demo --machines here.toml --gpus 2xhere
 
 \b
 Exit status: 0 it fits, 2 it does not, 3 the error decides; 1 if the question cannot be answered.
@@ -293,7 +294,7 @@ Exit status: 0 it fits, 2 it does not, 3 the error decides; 1 if the question ca
     short_help="Say what fits, how fast, and what to change.",
     context_settings=CONTEXT_SETTINGS,
 )
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option("--gpus", default="8xH100", show_default=True, help="Devices of a node.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes.")
 @click.option("--link", help="Between nodes: a name, or a rate such as 400Gb/s.")
@@ -312,12 +313,30 @@ Exit status: 0 it fits, 2 it does not, 3 the error decides; 1 if the question ca
 @click.option(
     "--machines",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Further machines, in the form of plan/forecast/machines.toml.",
+    help="Further machines, such as --calibrate writes.",
 )
-def plan(model: str, why: str | None, as_json: bool, write: Path | None, **options: Any) -> int:
+@click.option(
+    "--calibrate",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Measure this machine, and write its entry, named here, to this file.",
+)
+@click.option("--nproc", type=click.IntRange(min=1), default=2, help="Ranks of --calibrate.")
+def plan(
+    model: str | None,
+    why: str | None,
+    as_json: bool,
+    write: Path | None,
+    calibrate: Path | None,
+    nproc: int,
+    **options: Any,
+) -> int:
     """The command; its help is ``PLAN``."""
-    from shardwise.cli.plan import Asked, run_plan
+    from shardwise.cli.plan import Asked, run_calibrate, run_plan
 
+    if calibrate is not None:
+        return run_calibrate(calibrate, nproc)
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
     return run_plan(model, Asked(**options), why, as_json, write)
 
 
@@ -347,6 +366,11 @@ Examples:
 @click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Turns.")
 @click.option("--rows", type=click.IntRange(min=1), default=1, show_default=True, help="Of a rank.")
 @click.option("--seq", type=click.IntRange(min=1), help="Tokens of a row.")
+@click.option(
+    "--machines",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="What `shardwise plan --calibrate` wrote: for planned times.",
+)
 @click.option("--engine", "engines", multiple=True, help="Only these; may be given again.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it as PNG.")

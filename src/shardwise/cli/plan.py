@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ import yaml
 
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.planned import Planned, planned
+from shardwise.comm.machine.environment import read_launch
 from shardwise.errors import ConfigError
+from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.plan.forecast.ask import ask, devices
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.search import Question
 from shardwise.plan.forecast.verdict import Verdict
 
+HERE = "here"  # the name of a calibrated machine
 QUANTITY = re.compile(r"([\d.,_]+) *([kmgbt]?)(?:i?b(?:ytes?)?|tok(?:ens?)?)?", re.IGNORECASE)
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
@@ -92,6 +97,23 @@ def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Pa
         if why is not None:
             click.echo("\n" + "\n".join(verdict.best.memory.why()))
     return verdict.exit_code
+
+
+def run_calibrate(path: Path, nproc: int) -> int:
+    """Measure this machine on ``nproc`` ranks, and write its entry to ``path``."""
+    from shardwise.comm.machine.connect import connect
+    from shardwise.doctor.calibrate import calibrate
+
+    if read_launch(os.environ) is None and nproc > 1:
+        start([sys.executable, "-m", "shardwise.cli", "plan", f"--calibrate={path}"], nproc)
+        return 0
+    exit_with_launcher(os.environ)
+    with connect() as comm:
+        entry = calibrate(comm, HERE)
+    if comm.rank == 0:
+        path.write_text(entry, "utf-8")
+        click.echo(f"wrote {path}: plan with --machines {path} --gpus {comm.size}x{HERE}")
+    return 0
 
 
 def answer(model: str, asked: Asked) -> Verdict:

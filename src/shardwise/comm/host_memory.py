@@ -36,6 +36,7 @@ class HostMemory(Memory):
         self._beside, self._pins = device, device.type != "cpu"
         self.nbytes = 0
         self.copied = {"load": 0, "store": 0}
+        self._busy = set[torch.Stream]()  # with copies that the host has not waited for
         self._storing: list[tuple[Tensor, Pending]] = []  # sources, of copies that may be under way
 
     @cached_property
@@ -73,10 +74,9 @@ class HostMemory(Memory):
 
     def wait(self) -> None:
         """Wait until all copies are complete: host memory may be read and written then."""
-        if self._pins:
-            for stream in (self._loads, self._stores):
-                stream.record_event().synchronize()  # HPU's streams have no synchronize()
-            self._storing.clear()
+        while self._busy:
+            self._busy.pop().record_event().synchronize()  # HPU's streams have no synchronize()
+        self._storing.clear()
 
     @contextmanager
     def copying(self, stores: bool = False) -> Iterator[Pending]:
@@ -88,6 +88,7 @@ class HostMemory(Memory):
             yield Completed()
             return
         stream = self._stores if stores else self._loads
+        self._busy.add(stream)
         stream.wait_stream(torch.accelerator.current_stream(self._beside))
         with stream:
             copied = _Copied(stream)

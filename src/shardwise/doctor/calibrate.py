@@ -52,8 +52,9 @@ def calibrate(comm: Comm, name: str) -> str:
         "between": link,
         "host": link,
         "per_host": comm.size,
+        "device": device.type,
         "source": "measured here",
-    }
+    } | ({"reserved": 0, "host_memory": 0.0} if waits else {})
     links = {"bandwidth": bandwidth, "latency": latency, "source": "measured here"}
     return f"{_table('accelerators', name, entry)}\n{_table('links', link, links)}"
 

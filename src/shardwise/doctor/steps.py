@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from shardwise.api.shard import shard
 from shardwise.comm.protocol import Comm
 from shardwise.config.strategies import STRATEGIES
-from shardwise.plan.bytes import kept
 from shardwise.plan.draw import draw
+from shardwise.plan.forecast.memory import forecast
+from shardwise.plan.order import guess
 
 WARM, STEPS = 3, 20  # steps before anything is measured, and measured
 LAYERS, WIDTH, ROWS = 8, 1_024, 8
@@ -55,8 +56,8 @@ def planned_peak(model: nn.Module, strategy: str, ranks: tuple[int, int], **opti
         model: before it is sharded.
         strategy, ranks, options: as for ``draw``.
     """
-    row = kept(model, draw(model, strategy, ranks=ranks, **options))
-    return row.between_steps + row.gathered + row.buckets
+    blueprint = draw(model, strategy, ranks=ranks, **options)
+    return forecast(blueprint, guess(model, blueprint.units.unit_names)).peak
 
 
 def _step_cost(comm: Comm, strategy: str) -> StepCost:

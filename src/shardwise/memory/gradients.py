@@ -66,7 +66,7 @@ class Gradients:
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
         self._views: list[Tensor] = []  # of it
         self._reducing: PendingReduction | None = None
-        self._result: Tensor | None = None  # like the shard at rest, in the stored dtype
+        self.result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._spread: Tensor | None = None  # a part of it is the sum of what is reduced
         self._spreading: Pending | None = None  # the other copies' parts of the result
         self._stored: Tensor | None = None  # the same, in host memory
@@ -176,7 +176,7 @@ class Gradients:
         self.restore()
         # A transfer may read the bucket still where its group has failed.
         self.full = self._bucket = self._spread = None
-        self._reducing = self._result = self._stored = None
+        self._reducing = self.result = self._stored = None
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown):
             kept.clear()
@@ -275,11 +275,11 @@ class Gradients:
         """Wait for the reduce and let the gradient bucket go."""
         if self._reducing is not None:
             self._reducing.pending.wait()
-            earlier = None if self._result is None else self.mean()
-            self._result = self._over_copies(self._reducing.out)
+            earlier = None if self.result is None else self.mean()
+            self.result = self._over_copies(self._reducing.out)
             if earlier is not None:  # a gradient came late
                 self.mean()
-                self._result.add_(earlier)
+                self.result.add_(earlier)
         self._release()
         self._reducing, self.carries = None, False
         self._reduced |= self.arrived
@@ -317,14 +317,14 @@ class Gradients:
         spreading, self._spreading = self._spreading, None
         if spreading is not None:
             spreading.wait()
-        return self._result
+        return self.result
 
     def store(self) -> None:
         """Copy the mean to host memory and let it go here; ``deliver`` waits for the copy."""
         if not self.spec.in_host or (mean := self.mean()) is None:
             return
         stored = self._host.store(mean)
-        self._result = None
+        self.result = None
         if self._stored is not None:  # a gradient came late
             self._host.wait()
             stored.add_(self._stored)
@@ -340,7 +340,7 @@ class Gradients:
         """
         if self._stored is not None:
             self._host.wait()
-            self._result, self._stored = self._stored, None
+            self.result, self._stored = self._stored, None
         if (mean := self.mean()) is not None:
             put = set_grad if at_rest else put_grad
             with untracked_views():
@@ -352,7 +352,7 @@ class Gradients:
                 for index in self.aside:
                     if used[index]:
                         self.aside[index].add_(views[index].to(self.aside[index].device))
-            self._result = None
+            self.result = None
             self._reduced.clear()
         if self.aside:
             self.restore()

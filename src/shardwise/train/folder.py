@@ -4,7 +4,7 @@ Each file is written under a temporary name and renamed, so a crash leaves no pa
 file keeps a second run from writing to the same folder; the system releases it with the process.
 
     run/
-      recipe.yaml  metrics.jsonl  tokenizer.json …    during the run
+      recipe.yaml  metrics.jsonl  step.json …         during the run
       checkpoints/step-100  checkpoints/latest        to resume from
       model.safetensors  config.json  loss.png …      at the end
       adapter/                                        in place of a model that has an adapter
@@ -34,12 +34,13 @@ from shardwise.errors import ConfigError
 
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
+STEP = "step.json"
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"  # as peft writes it
 LOCK = ".lock"
 # Metrics first: a partly moved run must not look like a finished one.
 RESULTS = (
-    *(METRICS, "train_results.json", "eval_results.json", "loss.png", "model.safetensors"),
+    *(METRICS, STEP, "train_results.json", "eval_results.json", "loss.png", "model.safetensors"),
     *(*FROM_A_RUN, "tokenizer.cache.json"),
 )
 REPLACING, REPLACED = ".replacing", "replaced-"
@@ -60,6 +61,23 @@ def locate(path: Path, name: str) -> Path:
     """The file ``name`` of the run in ``path``, even if a crash left the run partly moved."""
     moved = path / REPLACING / name
     return moved if moved.exists() else path / name
+
+
+def is_locked(path: Path) -> bool:
+    """Test whether a process runs in the folder ``path``; it may be on another machine."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 class Folder:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -30,19 +30,19 @@ from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.recipe.read import flatten
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import accumulation
+from shardwise.train.built import built_record
 from shardwise.train.checkpoints import Checkpoints, RunState, is_due
 from shardwise.train.collectives import all_gather_floats
 from shardwise.train.data import Data, prepare
 from shardwise.train.disk_estimate import check_disk
 from shardwise.train.footprint import footprint
 from shardwise.train.job import Job, build
-from shardwise.train.learning_rate import preview
 from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.memory_estimate import check_memory
 from shardwise.train.model_folder import with_tokenizer
 from shardwise.train.packing_check import check_packing
+from shardwise.train.recorded_step import recorded
 from shardwise.train.records import (
-    Built,
     Complete,
     Emit,
     Evaluated,
@@ -151,43 +151,11 @@ def _seed(seed: int) -> None:
 
 
 def _report_built(job: Job, data: Data, logger: RunLogger) -> None:
-    logger.log(_built_record(job, data))
+    logger.log(built_record(job, data))
     if logger.folder is not None:
         check_disk(job, logger.folder.checkpoints)
     for note in notes(job.recipe):
         logger.log(Warned(note))
-
-
-def _built_record(job: Job, data: Data) -> Built:
-    recipe, ranks, training = job.recipe, job.sharded.comm.size, data.training
-    trained = recipe.run.steps * recipe.batch.rows
-    return Built(
-        parameters=_parameters(job),
-        strategy=job.sharded.placement.name,
-        ranks=ranks,
-        rows=recipe.batch.rows,
-        micro=recipe.batch.micro,
-        accumulation=accumulation(recipe.batch, ranks),
-        context=recipe.data.context,
-        steps=recipe.run.steps,
-        epochs=None if isinstance(training, StreamedRows) else trained / len(training),
-        warmup=recipe.optimizer.warmup_steps(recipe.run.steps),
-        untimed=recipe.run.throughput_warmup,
-        report=job.report,
-        all_logits=job.all_logits,
-        padded=recipe.data.format != "text" and recipe.data.packing != "concatenate",
-        dtypes=job.sharded.layout.dtypes(),
-        rates=preview(recipe.run.steps, recipe.optimizer),
-    )
-
-
-def _parameters(job: Job) -> int:
-    """Number of the model's parameters; of quantised layers, not the bytes that hold them."""
-    if job.recipe.model.source is None:
-        return job.sharded.numel()
-    from shardwise.hf.preparation import packed_elements
-
-    return job.sharded.numel() + packed_elements(job.model)
 
 
 # --- the steps -------------------------------------------------------------------------------
@@ -272,7 +240,7 @@ class _Loop:
         job = self._job
         is_first = not self._throughput.seconds_per_step
         busy = self._logger.busy("taking the first step") if is_first else nullcontext()
-        with busy, self._throughput.step(job.tokens_per_step):
+        with self._recorded(step), busy, self._throughput.step(job.tokens_per_step):
             share = job.forward_backward(step - 1)
             norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
             scale = job.scaler.get_scale() if job.scaler.is_enabled() else None
@@ -292,6 +260,11 @@ class _Loop:
         validated = not self._is_validation_due(step)
         self._state = replace(self._state, step=step, validated=validated)
         return combined(per_rank[:, 2].tolist())
+
+    def _recorded(self, step: int) -> AbstractContextManager[None]:
+        """Record the last step that tokens/s leaves out, on rank 0."""
+        is_due = self._throughput.steps + 1 == max(1, self._config.throughput_warmup)
+        return recorded(self._job, step, self._logger) if is_due else nullcontext()
 
     def _retry_failed_save(self, action: Callable[[], T]) -> T:
         """Call ``action``; again if it first raised the failure of a save in the background."""

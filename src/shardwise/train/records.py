@@ -6,8 +6,8 @@ The loop emits records and prints nothing, so it needs no check for the rank or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 
 def plural(number: int, noun: str) -> str:
@@ -129,6 +129,22 @@ class Streamed:
 
 
 @dataclass(frozen=True)
+class BuiltUnit:
+    """A unit of the sharded model.
+
+    Attributes:
+        name: ``""`` for the root.
+        numel: elements of its parameters.
+        gathered, shard: bytes of all of it as computed in, and of what one rank keeps, padded.
+    """
+
+    name: str
+    numel: int
+    gathered: int
+    shard: int
+
+
+@dataclass(frozen=True)
 class Built:
     """The model is built and sharded.
 
@@ -145,6 +161,9 @@ class Built:
         padded: rows have places that no sample fills, which tokens/s counts, too.
         dtypes: how many elements are stored, computed in, sent and summed in which, in words.
         rates: step and rate of the first, of that after the warm-up, of a middle one, of the last.
+        units: in the order in which they are gathered.
+        machine: of rank 0: its device and memory.
+        versions: of what computes.
     """
 
     parameters: int
@@ -163,6 +182,9 @@ class Built:
     padded: bool = False
     dtypes: tuple[str, ...] = ()
     rates: tuple[tuple[int, float], ...] = ()
+    units: tuple[BuiltUnit, ...] = ()
+    machine: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Throughput:
     def __init__(self, warmup: int = 3, clock: Callable[[], float] = time.perf_counter) -> None:
         self._warmup, self._clock = warmup, clock
         self._all = (0.0, 0)  # seconds and tokens of all steps that count
-        self._steps = 0
+        self.steps = 0  # that were timed
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of each
         self._between: dict[str, list[float]] = {}  # seconds of each validation, of each save
 
@@ -44,12 +44,12 @@ class Throughput:
         start = self._clock()
         yield
         seconds = self._clock() - start
-        if self._steps == self._warmup:
+        if self.steps == self._warmup:
             self._recent.clear()
             self._all = (0.0, 0)
         self._recent.append((seconds, tokens))
         self._all = (self._all[0] + seconds, self._all[1] + tokens)
-        self._steps += 1
+        self.steps += 1
 
     @property
     def seconds_per_step(self) -> float:
@@ -85,7 +85,7 @@ class Throughput:
         Returns:
             ``None`` while only first steps were taken, which say nothing of the others.
         """
-        if steps and self._steps <= self._warmup:
+        if steps and self.steps <= self._warmup:
             return None
         means = {kind: sum(all_) / len(all_) for kind, all_ in self._between.items()}
         rest = sum(means.get(kind, 0.0) * number for kind, number in between.items())

@@ -62,3 +62,10 @@ def test_bytes_are_those_read_and_written_and_only_rows_of_a_table() -> None:
     assert moved(aten.mul.Tensor, [x, empty(6).expand(4, 6)], [empty(4, 6)]) == 96 + 24 + 96
     table, ids = empty(1000, 6), empty(4, dtype=torch.int64)
     assert moved(aten.embedding.default, [table, ids], [x]) == 96 + 32 + 96
+
+
+def test_a_product_with_4_bit_codes_is_one_of_the_weights_shape() -> None:
+    gemm = pytest.importorskip("bitsandbytes") and torch.ops.bitsandbytes.gemm_4bit.default
+    x, codes = empty(2, 3, 8, dtype=torch.bfloat16), empty(20, 1, dtype=torch.uint8)
+    output = empty(2, 3, 5, dtype=torch.bfloat16)
+    assert products(gemm, (x, codes, (5, 8)), [output]) == [Product(6, 5, 8, 1, 2)]

@@ -90,7 +90,7 @@ def measured(
     def outside() -> Iterator[Tensor]:
         """What torch's operators have made of the engine's memory: wide means."""
         for bucket in sharded.buckets:
-            means = [bucket.gradients._result]
+            means = [bucket.gradients.result]
             if not bucket.spec.in_host:
                 means += [param.grad for param in bucket.params]
             yield from (mean for mean in means if mean is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from shardwise.config.precision import Precision
@@ -126,7 +127,7 @@ class _Search:
         self.reserved = question.machine.accelerator.reserved
         self.capacity = question.machine.accelerator.memory
         params = list(question.model.parameters())
-        self.numel = sum(param.numel() for param in params)
+        self.numel = sum(map(_elements, params))
         trained = sum(param.numel() for param in params if param.requires_grad)
         self.is_frozen = trained < self.numel / 2
 
@@ -187,6 +188,11 @@ class _Search:
         between = _plain(machine.between) if hosts > 1 else None
         bits = machine.between.bandwidth * 8
         return list(advise(Situation(self.numel, _inside(machine.inside), between, bits)))
+
+
+def _elements(param: nn.Parameter) -> int:
+    """Elements of a weight; a byte of codes is two of 4 bits."""
+    return param.numel() * (2 if param.dtype is torch.uint8 else 1)
 
 
 def _rate(forecast: Forecast) -> float:

@@ -21,7 +21,7 @@ Products = list[Product]
 
 def products(operator: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> Products:
     """The products of one call; none for an operator that has none."""
-    of_operator = _PRODUCTS.get(operator.overloadpacket)
+    of_operator = _PRODUCTS.get(operator.overloadpacket) or _OF_BITSANDBYTES.get(operator.name())
     return [] if of_operator is None else of_operator(args, outputs[0])
 
 
@@ -51,6 +51,12 @@ def _matmul(left: Tensor, right: Tensor) -> Products:
     """``[…, m, k] x […, k, n]``."""
     *batch, m, k = left.shape
     return [Product(m, right.shape[-1], k, prod(batch), left.itemsize)]
+
+
+def _of_4_bits(args: Sequence[Any], _: Any) -> Products:
+    """Arguments: input, ``[…, k]``; codes; the weight's shape, ``[n, k]``."""
+    (*rows, k), (n, _k) = args[0].shape, args[2]
+    return [Product(prod(rows), n, k, 1, args[0].itemsize)]
 
 
 def _attention(args: Sequence[Any], _: Any) -> Products:
@@ -106,4 +112,8 @@ _PRODUCTS: dict[Any, Callable[[Sequence[Any], Any], Products]] = {
     flash_attention_backward: _attention_backward,
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
+}
+_OF_BITSANDBYTES: dict[str, Callable[[Sequence[Any], Any], Products]] = {
+    "bitsandbytes::gemm_4bit": _of_4_bits,
+    "bitsandbytes::int8_linear_matmul": lambda args, _: _matmul(args[0], args[1].t()),
 }

@@ -169,25 +169,22 @@ class Verdict:
     def _advice(self) -> Iterator[str]:
         if not self.advice:
             return
-        chosen = self.best.candidate.strategy
         yield ""
-        yield f"rules of thumb, beside the computed {chosen}:"
+        yield "rules of thumb, and what the numbers say instead:"
         for strategy, takes, why in self.advice:
-            agrees = (strategy == chosen) is takes
             said = f"{'take' if takes else 'avoid'} {strategy}: {why}"
-            yield f"  {said:<64} {'' if agrees else self._instead(strategy, takes)}".rstrip()
+            yield f"  {said:<64} {self._instead(strategy, takes)}".rstrip()
 
     def _instead(self, strategy: str, takes: bool) -> str:
         """Say how the numbers differ from a rule."""
-        found = [other for other in self.others if other.candidate.strategy == strategy]
-        if strategy == self.best.candidate.strategy:
-            return "computed: the fastest that fits"
-        if not takes:
-            return ""
-        if not found:
-            return "computed: does not fit" if strategy != "diloco" else ""
-        slower = self.best.time.tokens_per_second / found[0].time.tokens_per_second - 1
-        return f"computed: {slower:.0%} slower" if slower > 0.005 else "computed: as fast"
+        rates = {other.candidate.strategy: other.time.tokens_per_second for other in self.others}
+        fastest = next(iter(rates), None)
+        if strategy == fastest:
+            return "" if takes else "computed: the fastest that fits"
+        if strategy in rates and fastest is not None:
+            slower = rates[fastest] / rates[strategy] - 1
+            return f"computed: {slower:.0%} slower than {fastest}" if takes else ""
+        return "computed: does not fit" if takes and strategy != "diloco" else ""
 
 
 def _record(forecast: Forecast) -> dict[str, Any]:

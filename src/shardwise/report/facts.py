@@ -1,0 +1,95 @@
+"""Tables of a report: results, differences of recipes, units, machine, samples. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardwise.plan.printed import size
+from shardwise.recipe.recipe import keys
+from shardwise.report.run import Line, Run
+
+MISSING = "missing"
+Rows = list[list[str]]
+
+
+def results(runs: Sequence[Run]) -> Rows:
+    """Numbers that a reader looks for first, a column for each run."""
+    return [[label, *(_shown(value, run) for run in runs)] for label, value in _RESULTS.items()]
+
+
+def _shown(value: Callable[[Run], str], run: Run) -> str:
+    try:
+        return value(run)
+    except (KeyError, TypeError):  # a record that the run does not have, or a number not finite
+        return MISSING
+
+
+def _ending(run: Run) -> str:
+    kinds = [line["record"] for line in run.lines]
+    ends = {"finished": "finished", "stopped": "stopped on request"}
+    return next((ends[kind] for kind in reversed(kinds) if kind in ends), "not finished")
+
+
+_RESULTS: dict[str, Callable[[Run], str]] = {
+    "steps": lambda r: "{step:,} of {steps:,}".format(**r.last("stepped")),
+    "ended": _ending,
+    "training loss": lambda r: f"{r.last('stepped')['loss']:.4f}",
+    "validation loss": lambda r: f"{r.last('evaluated')['loss']:.4f}",
+    "unigram baseline": lambda r: f"{r.last('evaluated')['unigram_entropy']:.4f}",
+    "tokens/s": lambda r: f"{r.last('stepped')['tokens_per_second']:,.0f}",
+    "tokens": lambda r: f"{r.last('stepped')['tokens']:,}",
+    "seconds": lambda r: f"{r.lines[-1]['elapsed']:,.1f}" if r.lines else MISSING,
+    "restarts": lambda r: f"{len(r.of('resumed'))}",
+    "parameters": lambda r: f"{r.last('built')['parameters']:,}",
+    "sharding": lambda r: "{strategy} over {ranks:,} ranks".format(**r.last("built")),
+    "batch": lambda r: "{rows} = {micro} × {accumulation} × {ranks}".format(**r.last("built")),
+    "dtypes": lambda r: "; ".join(r.last("built")["dtypes"]),
+    "memory": lambda r: size(r.last("stepped")["memory"]),
+    "machine": lambda r: r.last("built")["machine"],
+    "versions": lambda r: ", ".join(f"{n} {v}" for n, v in r.last("built")["versions"].items()),
+}
+
+
+def recipe_rows(runs: Sequence[Run]) -> Rows:
+    """Keys that differ from their default in some run: key, default, each run's value."""
+    defaults = {key.name: key.default for key in keys()}
+    names = dict.fromkeys(name for run in runs for name in run.recipe)
+    rows = [[name, defaults.get(name), *(run.recipe.get(name) for run in runs)] for name in names]
+    return [list(map(_written, row)) for row in rows if any(_differs(v, row[1]) for v in row[2:])]
+
+
+def differences(runs: Sequence[Run]) -> Rows:
+    """Keys whose values differ between the runs, with each run's value."""
+    names = dict.fromkeys(name for run in runs for name in run.recipe)
+    rows = [[name, *(run.recipe.get(name) for run in runs)] for name in names]
+    return [list(map(_written, row)) for row in rows if any(_differs(v, row[1]) for v in row[2:])]
+
+
+def _differs(value: Any, other: Any) -> bool:
+    return _written(value) != _written(other)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{}" if not value else str(dict(value))
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def unit_rows(run: Run) -> Rows:
+    """Units with their elements, and bytes of all of it and on one rank."""
+    units: Sequence[Line] = run.last("built").get("units", ())
+    return [
+        [u["name"] or "(root)", f"{u['numel']:,}", size(u["gathered"]), size(u["shard"])]
+        for u in units
+    ]
+
+
+def samples(run: Run) -> Rows:
+    """Prompts and what the model wrote."""
+    return [[line["prompt"], line["text"]] for line in run.of("sampled")]
+
+
+def warnings(run: Run) -> list[str]:
+    """Warnings of a run, each once."""
+    return list(dict.fromkeys(line["message"] for line in run.of("warned")))

@@ -1,0 +1,72 @@
+"""A run as its folder holds it. What is not there is ``None`` or empty, and a report says so."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.errors import ConfigError
+from shardwise.recipe.read import flatten
+from shardwise.train.folder import METRICS, RECIPE, STEP
+from shardwise.train.metrics_log import lines_until
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Content of a run's folder.
+
+    Attributes:
+        name: of the folder.
+        lines: of metrics.jsonl, in order.
+        recipe: each key with its value.
+        step: of step.json.
+    """
+
+    name: str
+    lines: tuple[Line, ...]
+    recipe: Mapping[str, Any]
+    step: Mapping[str, Any] | None
+
+    def of(self, kind: str) -> list[Line]:
+        """Return the lines of one kind of record, such as ``"stepped"``."""
+        return [line for line in self.lines if line["record"] == kind]
+
+    def last(self, kind: str) -> Line:
+        """Return the last line of that kind; an empty one if there is none."""
+        return next((line for line in reversed(self.lines) if line["record"] == kind), {})
+
+
+def read_run(path: Path) -> Run:
+    """Read the files of the run in ``path``.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    try:
+        text = (path / METRICS).read_text("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} is not the folder of a run: {METRICS} cannot be read ({error.strerror}). "
+            "Name the folder that the run's recipe calls run.folder."
+        ) from None
+    lines = tuple(line for line in lines_until(text.split("\n"), math.inf) if "record" in line)
+    recipe, step = _parsed(path / RECIPE), _parsed(path / STEP)
+    return Run(path.resolve().name, lines, flatten(recipe or {}), step)
+
+
+def _parsed(path: Path) -> dict[str, Any] | None:
+    """The mapping in a file, or ``None`` if there is none that can be read."""
+    try:
+        text = path.read_text("utf-8")
+        parsed = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return parsed if isinstance(parsed, dict) else None

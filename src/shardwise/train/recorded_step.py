@@ -1,0 +1,127 @@
+"""One step as rank 0 took it: when each event was done, and the bytes of each kind then.
+
+It is the last step that tokens/s leaves out, so recording it costs no step that is measured. The
+file `step.json` has it for `shardwise report`:
+
+    {"step": 3, "kinds": ["gathered", …], "moments": [[seconds, bytes of each kind, event], …]}
+
+An event is null where the step begins and ends, or ``[op, unit, phase, reason]``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.memory.parameters import Bucket
+from shardwise.plan.forecast.holdings import Kind
+from shardwise.plan.schedule.events import Event, Op
+from shardwise.torch_internals import disable_torch_function, get_grad
+from shardwise.train.folder import STEP
+from shardwise.train.footprint import storage_bytes
+from shardwise.train.job import Job
+from shardwise.train.records import Warned
+from shardwise.train.run_logger import RunLogger
+
+KINDS = (Kind.GATHERED, Kind.PARAMETERS, Kind.BUCKETS, Kind.GRADIENTS, Kind.OPTIMIZER)
+"""Kinds of the engine's memory where it computes; what is kept in host memory beside that is not
+in them."""
+OTHERS = "activations and others"
+"""Bytes that the process has allocated beside the kinds since the step began."""
+
+
+@contextmanager
+def recorded(job: Job, step: int, logger: RunLogger) -> Iterator[None]:
+    """Record step ``step``, which is taken inside, and write its file. Rank 0 alone does so."""
+    if logger.folder is None:
+        yield
+        return
+    recording, listeners = _Recording(job), job.sharded.runtime.listeners
+    listeners.append(recording.add)
+    try:
+        recording.add(None)
+        yield
+        recording.add(None)
+    finally:
+        listeners.remove(recording.add)
+    content = {"step": step, "kinds": [*KINDS, OTHERS], "moments": recording.moments}
+    try:
+        logger.folder.write_text(STEP, json.dumps(content))
+    except OSError as error:
+        logger.log(Warned(f"{STEP}, for `shardwise report`, is not written: {error.strerror}"))
+
+
+class _Recording:
+    """Moments of a step; an event changes the bytes of its own unit only."""
+
+    def __init__(self, job: Job) -> None:
+        self.moments: list[list[Any]] = []
+        self._job, self._device = job, job.sharded.comm.device
+        self._buckets: dict[str, list[Bucket]] = {}
+        for bucket in job.sharded.buckets:
+            self._buckets.setdefault(bucket.unit, []).append(bucket)
+        self._kept: dict[str, list[int]] = {}
+        self._others = 0  # allocated before the step began
+        self._start = perf_counter()
+
+    def add(self, event: Event | None) -> None:
+        """Add what there is at this moment; at the begin and the end of a pass, of all units."""
+        seconds = perf_counter() - self._start
+        for unit in [event.unit] if event and event.op is not Op.END else self._buckets:
+            self._kept[unit] = self._bytes_of(self._buckets.get(unit, []))
+        kinds = list(map(sum, zip(*self._kept.values(), strict=True)))
+        others = allocated_bytes(self._device) - sum(kinds)
+        if not self.moments:
+            self._others = others
+        self.moments.append([seconds, [*kinds, max(0, others - self._others)], event])
+
+    def _bytes_of(self, buckets: list[Bucket]) -> list[int]:
+        """Bytes of a unit by kind; a storage counts once, for the first kind that has it.
+
+        Shards that are slices of full buckets are parameters all the same.
+        """
+        counted: list[Tensor] = []
+        totals = [0]
+        for tensors in self._tensors(buckets):
+            counted += [t for t in tensors if t is not None and t.device == self._device]
+            totals.append(storage_bytes(counted))
+        nbytes = [after - before for before, after in pairwise(totals)]
+        slices = sum(bucket.shard.nbytes for bucket in buckets if bucket.allocation.aliased)
+        return [nbytes[0] - slices, nbytes[1] + slices, *nbytes[2:]]
+
+    def _tensors(self, buckets: list[Bucket]) -> Iterator[list[Tensor | None]]:
+        """The tensors of each of ``KINDS``."""
+        params = [param for bucket in buckets for param in bucket.params]
+        states = (self._job.optimizer.state.get(param, {}).values() for param in params)
+        with disable_torch_function():
+            grads = [get_grad(param) for param in params]
+        yield [bucket.full for bucket in buckets]
+        yield [tensor for bucket in buckets for tensor in (bucket.shard, bucket.staged)]
+        yield [bucket.gradients.full for bucket in buckets]
+        yield [*grads, *(bucket.gradients.result for bucket in buckets)]
+        yield [value for values in states for value in values if isinstance(value, Tensor)]
+
+
+class _MallInfo2(ctypes.Structure):
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+    _fields_ = [(name, ctypes.c_size_t) for name in (*_names, "fordblks", "keepcost")]
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that are allocated: by torch on an accelerator, by glibc on a CPU, or 0 without it."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).memory_allocated(device))
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _MallInfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)

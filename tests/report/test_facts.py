@@ -1,0 +1,41 @@
+"""The tables of a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.report import facts
+from shardwise.report.run import Run, read_run
+from tests.report.runs import folder_of_a_run
+
+
+def test_results_are_the_last_numbers_of_the_log(tmp_path: Path) -> None:
+    shown = dict(facts.results([read_run(folder_of_a_run(tmp_path / "run"))]))
+    assert shown["steps"] == "8 of 8"
+    assert shown["ended"] == "finished"
+    assert shown["training loss"] == "2.0000"
+    assert shown["validation loss"] == "3.2500"
+    assert shown["sharding"] == "full_shard over 2 ranks"
+    assert shown["memory"] == "512.0 MiB"
+    assert shown["versions"] == "python 3.11, torch 2.13"
+
+
+def test_what_a_run_has_not_recorded_is_missing() -> None:
+    shown = dict(facts.results([Run("run", (), {}, None)]))
+    assert shown["ended"] == "not finished"
+    assert shown["machine"] == shown["training loss"] == "missing"
+    assert shown["restarts"] == "0"
+
+
+def test_recipes_show_what_differs_from_defaults_and_from_each_other(tmp_path: Path) -> None:
+    runs = [
+        read_run(folder_of_a_run(tmp_path / "one")),
+        read_run(folder_of_a_run(tmp_path / "two", "optimizer.lr=3e-3")),
+    ]
+    by_key = {row[0]: row[1:] for row in facts.recipe_rows(runs)}
+    assert by_key["optimizer.lr"] == ["0.002", "0.01", "0.003"]
+    assert "optimizer.clip" not in by_key
+    differing = [
+        row for row in facts.differences(runs) if not row[0].endswith(("source", "folder"))
+    ]
+    assert differing == [["optimizer.lr", "0.01", "0.003"]]

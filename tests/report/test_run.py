@@ -1,0 +1,39 @@
+"""What a run's folder holds, and what it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.report.run import read_run
+from tests.report.runs import folder_of_a_run
+
+
+def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
+    run = read_run(folder_of_a_run(tmp_path / "run"))
+    assert run.name == "run"
+    assert [line["step"] for line in run.of("stepped")] == list(range(1, 9))
+    assert run.last("evaluated")["loss"] == 3.25
+    assert run.last("warned") == {}
+    assert run.recipe["model.width"] == 16
+    assert run.step is not None
+    assert run.step["step"] == 3
+
+
+def test_torn_and_missing_files_are_no_error(tmp_path: Path) -> None:
+    folder = folder_of_a_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"record": "step')
+    (folder / "step.json").write_text("{", "utf-8")
+    (folder / "recipe.yaml").unlink()
+    run = read_run(folder)
+    assert run.lines[-1]["record"] == "finished"
+    assert run.step is None
+    assert run.recipe == {}
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not the folder of a run: metrics\.jsonl cannot be"):
+        read_run(tmp_path)
