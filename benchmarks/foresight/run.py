@@ -14,6 +14,7 @@ from benchmarks.foresight.rows import PUBLISHED, Case, read
 from benchmarks.harness.command import Log, setting
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.report import Column, Report, Row, Table
+from shardwise.errors import ShardwiseError
 from shardwise.plan.forecast.machine import known
 
 WORST = 10
@@ -51,12 +52,12 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     """Forecasts of throughput and memory beside published results, sources left out."""
     published, others = read(PUBLISHED)
     log(f"{len(published)} published rows as plans, and their fit")
-    fit = Fit.of(_plans(published))
+    fit = Fit.of(_plans(published, others))
     cases, plans = published, fit.plans
     if config.rows:
         cases, others = read(Path(config.rows))
         log(f"{len(cases)} rows of {config.rows} as plans")
-        plans = _plans(cases)
+        plans = _plans(cases, others)
     log("fits without each source")
     judgement = judge(plans, fit)
     log("memory")
@@ -72,8 +73,15 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     yield Report(this_machine(), settings, tables, lines)
 
 
-def _plans(cases: Sequence[Case]) -> list[Plan]:
-    return [plan_of(case) for case in cases if case.tokens_per_second]
+def _plans(cases: Sequence[Case], others: dict[str, list[str]]) -> list[Plan]:
+    """Plans of cases that state a throughput; a case without a plan is added to ``others``."""
+    plans = []
+    for case in cases:
+        try:
+            plans += [plan_of(case)] if case.tokens_per_second else []
+        except ShardwiseError as reason:
+            others.setdefault(str(reason), []).append(case.number)
+    return plans
 
 
 def summary(judgement: Judgement, memory: Sequence[float]) -> Iterator[str]:

@@ -123,6 +123,11 @@ def test_a_fit_finds_constants_of_rows_that_they_made(small: Case) -> None:
     assert [line.split(":")[0] for line in lines] == [
         f"foresight {name}" for name in ("seen", "calibrated", "unseen", "memory")
     ]
+    near = replace(plans[0].case, number="new")
+    far = replace(near, number="elsewhere", source="another source")
+    judgement = judge([replace(plans[0], case=one) for one in (near, far)], fit)
+    assert [*judgement.seen] == ["new"]
+    assert [*judgement.unseen] == ["new", "elsewhere"]
     worse = {plans[0]: 0.0, plans[-1]: -9.0}
     assert ordered(worse) == (1, 0)
 
