@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -73,10 +74,8 @@ class Stream:
     device = torch.device("cuda")
 
     def record_event(self) -> SimpleNamespace:
-        return SimpleNamespace(of=self.name)
-
-    def synchronize(self) -> None:
-        self.notes.append(f"the host waits for {self.name}")
+        note = partial(self.notes.append, f"the host waits for {self.name}")
+        return SimpleNamespace(of=self.name, synchronize=note)
 
     def __enter__(self) -> None:
         self.notes.append("copies")
