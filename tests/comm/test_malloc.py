@@ -27,7 +27,7 @@ def in_a_new_process(text: str) -> str:
 
 
 @forked
-def test_freed_gradients_make_room_for_the_next() -> None:
+def test_a_step_changes_no_setting_of_glibc() -> None:
     """A step of several ranks changes no setting of glibc's, so what is freed is not kept."""
     assert int(in_a_new_process(GRADIENTS)) < 16
 
