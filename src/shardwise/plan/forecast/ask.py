@@ -20,7 +20,6 @@ from shardwise.plan.units.wrap import Wrap
 
 MOST_ROWS = 64  # of a micro-batch that is looked for
 EXACT = 4  # candidates of each strategy that are forecast whole
-ERRORS = Errors(memory=0.12, time=0.09)  # of unseen sources: `python -m benchmarks foresight`
 
 
 def devices(text: str) -> tuple[int, str]:
@@ -110,7 +109,7 @@ def ask(
         question.machine,
         question.ranks,
         search.reserved,
-        ERRORS,
+        search.errors,
         others,
         advice=search.advice(),
         searched=len(estimates),
@@ -124,6 +123,8 @@ class _Search:
 
     def __init__(self, question: Question) -> None:
         self.question = question
+        errors = known().errors  # nothing was measured on this machine, as on a source left out
+        self.errors = Errors(errors["memory"].middle, errors["unseen"].middle)
         self.reserved = question.machine.accelerator.reserved
         self.capacity = question.machine.accelerator.memory
         params = list(question.model.parameters())
@@ -142,7 +143,7 @@ class _Search:
 
     def fits(self, peak: float, in_host: float) -> bool:
         """Does it fit, the error included?"""
-        machine, more = self.question.machine, 1 + ERRORS.memory
+        machine, more = self.question.machine, 1 + self.errors.memory
         of_a_host = in_host * min(machine.per_host, self.question.ranks)
         in_host_memory = of_a_host * more <= machine.accelerator.host_memory
         return in_host_memory and (peak + self.reserved) * more <= self.capacity
@@ -172,7 +173,7 @@ class _Search:
         if not others:
             return planner.forecast(min(estimates, key=lambda e: e.peak).candidate)
         best = others[0]
-        free = self.capacity / (1 + ERRORS.memory) - self.reserved - best.memory.peak
+        free = self.capacity / (1 + self.errors.memory) - self.reserved - best.memory.peak
         whole = sum(p.numel() * p.itemsize for p in self.question.model.parameters())
         share = round(min(1.0, free / whole), 2)
         if not best.candidate.unsharded and share > 0 and "shard" in best.candidate.strategy:

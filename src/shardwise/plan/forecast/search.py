@@ -27,22 +27,16 @@ from shardwise.errors import ConfigError
 from shardwise.plan.blueprint import Blueprint, draw_on
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
-from shardwise.plan.forecast.collectives import Network
-from shardwise.plan.forecast.machine import Constants, Machine, known
+from shardwise.plan.forecast.machine import Machine
 from shardwise.plan.forecast.memory import MemoryForecast
 from shardwise.plan.forecast.observe import Loss, loss_of, observe
-from shardwise.plan.forecast.rates import Kernels, Rates
+from shardwise.plan.forecast.rates import Kernels
 from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
-from shardwise.plan.forecast.time import TimeForecast, optimizer_seconds
+from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.forecast.work import StepWork
-from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Mode
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
-STEPPED = 11  # bytes that AdamW moves for each byte of a shard in float32: benchmarks/foresight
-# Seconds of AdamW on a host's cores for each parameter: 0.22 s for a billion (Ren et al. 2021,
-# ZeRO-Offload, arXiv 2101.06840, table 4). The ranks of a host share them.
-ON_HOST = 0.22e-9
 
 
 @dataclass(frozen=True)
@@ -114,11 +108,8 @@ class _Depth(NamedTuple):
 class Planner:
     """Forecasts for one question; what candidates share is drawn and observed once."""
 
-    def __init__(self, question: Question, constants: Constants | None = None) -> None:
+    def __init__(self, question: Question) -> None:
         self.question = question
-        self._rates = Rates(
-            question.machine.accelerator, question.kernels, constants or known().constants
-        )
         self._blueprints: dict[tuple[Any, ...], Blueprint] = {}
         self._observed: dict[tuple[int, int], StepWork] = {}
         self._works: dict[tuple[int, int, int], StepWork] = {}
@@ -178,29 +169,9 @@ class Planner:
         return self._engines[key].peaks(self._work(candidate, depth))
 
     def _time(self, candidate: Candidate, depth: _Depth) -> TimeForecast:
-        blueprint, work = self._blueprint(candidate, depth), self._work(candidate, depth)
-        network = Network.of(self.question.machine, blueprint.grid)
-        nbytes, policy = blueprint.nbytes, blueprint.policy
-        walks = tuple(
-            (
-                time.walk(
-                    events(work.order, policy, nbytes, mode), nbytes, work, self._rates, network
-                ),
-                times,
-            )
-            for mode, times in self._modes(candidate)
-        )
-        return TimeForecast(
-            walks, self._stepping(blueprint), work, self.question.machine.accelerator.peak("bf16")
-        )
-
-    def _stepping(self, blueprint: Blueprint) -> float:
-        """Seconds of the optimizer's step."""
-        machine, trained = self.question.machine, [s for s in blueprint.buckets if s.trainable]
-        moved = sum(spec.rest_nbytes * STEPPED for spec in trained if not spec.in_host)
-        numel = sum(spec.layout.shard_numel for spec in trained if spec.in_host)
-        of_a_host = numel * min(machine.per_host, self.question.ranks)
-        return optimizer_seconds(moved, self._rates) + of_a_host * ON_HOST
+        asked, times = self.question, self.question.micro_batches(candidate)
+        drawn = self._blueprint(candidate, depth), self._work(candidate, depth)
+        return time.forecast(*drawn, asked.machine, asked.kernels, times, asked.optimizer)
 
     def _modes(self, candidate: Candidate) -> list[tuple[Mode, int]]:
         """The kinds of micro-batches of a step, and how many there are of each."""

@@ -28,6 +28,9 @@ from shardwise.plan.spec import BucketSpec
 Convention = Literal["full", "causal", "computed"]
 """How FLOP are counted: attention over all pairs of tokens (Chowdhery et al. 2022, PaLM), over
 those that a causal mask leaves (NVIDIA), or all that is computed, recomputation too (HFU)."""
+# Seconds of AdamW on a host's cores for each parameter: 0.22 s for a billion (Ren et al. 2021,
+# ZeRO-Offload, arXiv 2101.06840, table 4).
+ON_HOST = 0.22e-9
 LINK = frozenset({Op.GATHER, Op.UPDATE, Op.REDUCE, Op.LOAD, Op.STORE})
 
 
@@ -234,9 +237,17 @@ def forecast(
         (walk(events(work.order, blueprint.policy, nbytes, mode), nbytes, work, rates, network), n)
         for mode, n in modes
     )
-    moved = sum(_stepped(blueprint, spec, optimizer) for spec in blueprint.buckets)
-    peak = machine.accelerator.peak("bf16")
-    return TimeForecast(walked, optimizer_seconds(moved, rates), work, peak)
+    here = [spec for spec in blueprint.buckets if not spec.in_host]
+    moved = sum(_stepped(blueprint, spec, optimizer) for spec in here)
+    seconds = optimizer_seconds(moved, rates) + _on_host(blueprint, machine)
+    return TimeForecast(walked, seconds, work, machine.accelerator.peak("bf16"))
+
+
+def _on_host(blueprint: Blueprint, machine: Machine) -> float:
+    """Seconds of a step of the optimizer on the cores of a host, which its ranks share."""
+    specs = (spec for spec in blueprint.buckets if spec.in_host and spec.trainable)
+    numel = sum(spec.layout.shard_numel for spec in specs)
+    return numel * min(machine.per_host, blueprint.grid.size) * ON_HOST
 
 
 def _stepped(blueprint: Blueprint, spec: BucketSpec, optimizer: str) -> int:
