@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from shardwise.comm.codec import QUANTISED, wire_nbytes
-from shardwise.comm.grid import Axis, Grid
+from shardwise.comm.grid import Axis
 from shardwise.plan.schedule.events import Event, Op
 from shardwise.plan.spec import BucketSpec
 
@@ -75,50 +74,12 @@ class Ledger:
         if self.now > self._ever:
             self._ever, self.at_peak = self.now, dict(self.uses)
 
-    def forget_peaks(self) -> None:
-        """Begin again with what is in use now."""
-        self._ever = self.peak = self.now
-        self.most, self.at_peak = Counter(self._kinds), dict(self.uses)
-
-
-class Receives:
-    """Memory in which a communicator by messages receives what it sums, kept for the next time.
-
-    Other transports have none: shared memory is read in place, and vendors' libraries sum.
-    """
-
-    def __init__(self, ledger: Ledger, axis: Axis, by_messages: bool) -> None:
-        self._ledger, self._size = ledger, axis.size
-        self._receives = by_messages and axis.size > 1 and not axis.shared
-        self._free: list[int] = []
-        self._use = Use(Kind.COMMUNICATION, "")
-
-    def take(self, sent: int) -> int:
-        """Memory for what peers send of ``sent`` bytes: the smallest free one, or a new one."""
-        if not self._receives:
-            return 0
-        wanted = sent - sent // self._size
-        self._free.sort()
-        fitting = [nbytes for nbytes in self._free if nbytes >= wanted]
-        if fitting:
-            self._free.remove(fitting[0])
-            return fitting[0]
-        if self._free:
-            self._ledger.add(self._use, -self._free.pop())
-        self._ledger.add(self._use, wanted)
-        return wanted
-
-    def keep(self, nbytes: int) -> None:
-        """Keep what was taken for the next reduction."""
-        if self._receives:
-            self._free.append(nbytes)
-
 
 class Bucket:
     """One bucket's memory, on one rank."""
 
-    def __init__(self, spec: BucketSpec, ledger: Ledger, receives: Sequence[Receives]) -> None:
-        self.spec, self._ledger, self._receives = spec, ledger, receives
+    def __init__(self, spec: BucketSpec, ledger: Ledger, by_messages: bool) -> None:
+        self.spec, self._ledger, self._by_messages = spec, ledger, by_messages
         self._unit, self._allocation = spec.unit, spec.allocation
         full = spec.layout.numel * spec.dtypes.param.itemsize
         #: A full bucket that ranks map counts for each of them in part.
@@ -206,7 +167,20 @@ class Bucket:
         if encodes:
             sent = travels
             self._add(Kind.BUCKETS, sent)
-        return sent, out, self._receives[axis.number].take(travels)
+        sums_in_place = not encodes and reduction.wire is reduction.sum
+        received = self._received_from_peers(axis, travels, sums_in_place)
+        self._add(Kind.COMMUNICATION, received)
+        return sent, out, received
+
+    def _received_from_peers(self, axis: Axis, sent: int, sums_in_place: bool) -> int:
+        """Bytes of memory for what peers send, where messages carry it.
+
+        Shared memory is read in place, and vendors' libraries sum. Where the sum has the dtype of
+        what travels, one peer's part is received in the place of the sum.
+        """
+        if not self._by_messages or axis.shared:
+            return 0
+        return sent // axis.size * (axis.size - 1 - sums_in_place)
 
     def _release(self) -> None:
         self._add(Kind.BUCKETS, -self._collected)
@@ -217,12 +191,12 @@ class Bucket:
         spec = self.spec
         if not spec.trainable:
             return
-        self._receives[spec.averages[0][0].number].keep(self._received)
+        self._add(Kind.COMMUNICATION, -self._received)
         out, dtype = self._out, spec.dtypes.sum
         for at in range(1, len(spec.averages)):
             numel = out // dtype.itemsize
             sent, mean, received = self._average(at, numel, dtype)
-            self._receives[spec.averages[at][0].number].keep(received)
+            self._add(Kind.COMMUNICATION, -received)
             self._add(Kind.BUCKETS, -sent)
             self._add(Kind.GRADIENTS, -out)
             out = mean
@@ -253,12 +227,6 @@ class Bucket:
             self._add(Kind.GRADIENTS, -self._mean)
             self._mean = 0
 
-    def drop_mean(self) -> None:
-        """Free the mean."""
-        self._add(Kind.GRADIENTS, -self._mean)
-        self._add(Kind.GRADIENTS, -self._stored, in_host=True)
-        self._mean = self._stored = 0
-
 
 class Holdings:
     """The memory of all buckets of one rank.
@@ -267,19 +235,10 @@ class Holdings:
         by_messages: transports send messages, as on CPU; otherwise a vendor's library sums.
     """
 
-    def __init__(
-        self, specs: Mapping[str, Sequence[BucketSpec]], grid: Grid, by_messages: bool
-    ) -> None:
+    def __init__(self, specs: Mapping[str, Sequence[BucketSpec]], by_messages: bool) -> None:
         self.ledger = Ledger()
-        axes = {
-            axis.number: axis for each in specs.values() for s in each for axis, _ in s.averages
-        }
-        receives = [
-            Receives(self.ledger, axes.get(number, Axis(number, 0, 1)), by_messages)
-            for number in range(2)
-        ]
         self._buckets = {
-            unit: [Bucket(spec, self.ledger, receives) for spec in each]
+            unit: [Bucket(spec, self.ledger, by_messages) for spec in each]
             for unit, each in specs.items()
         }
 
@@ -293,11 +252,6 @@ class Holdings:
         """An earlier pass has left the unit whole."""
         for bucket in self._buckets[unit]:
             bucket.gather()
-
-    def drop_gradients(self) -> None:
-        """An optimizer has used them, and they are gone."""
-        for bucket in chain(*self._buckets.values()):
-            bucket.drop_mean()
 
     def take(self, event: Event) -> None:
         """Carry out an event; cues change nothing."""

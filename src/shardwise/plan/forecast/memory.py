@@ -149,8 +149,7 @@ class _Walk:
 
     def __init__(self, blueprint: Blueprint, optimizer: str) -> None:
         self._blueprint = blueprint
-        self._by_messages = blueprint.device.type == "cpu"
-        self._holdings = Holdings(blueprint.specs, blueprint.grid, self._by_messages)
+        self._holdings = Holdings(blueprint.specs, by_messages=blueprint.device.type == "cpu")
         self.ledger = self._holdings.ledger
         for spec in blueprint.buckets:
             nbytes = state_nbytes(spec, blueprint.parameters, optimizer)
@@ -164,8 +163,6 @@ class _Walk:
         nbytes, policy = self._blueprint.nbytes, self._blueprint.policy
         trained = [unit for unit, each in nbytes.items() if each.gradients]
         first = _first_gradients(order, trained) if work is None else work.first_gradients
-        if self._by_messages:
-            self._have_stepped(order)
         if mode == "last":
             for unit in trained:
                 self._holdings.collect(unit, keeps=True)
@@ -178,14 +175,6 @@ class _Walk:
                 self._holdings.collect(unit, keeps=mode == "accumulate")
             yield from map(self._compute, spans)
             yield from map(self._carry_out, step.in_order())
-
-    def _have_stepped(self, order: Order) -> None:
-        """Take a step before, since communicators keep memory from then on."""
-        for step in steps(order, self._blueprint.policy, self._blueprint.nbytes):
-            for event in step.events:
-                self._holdings.take(event)
-        self._holdings.drop_gradients()
-        self.ledger.forget_peaks()
 
     def _compute(self, span: Span) -> Moment:
         unit = OUTSIDE if span.unit is None else span.unit
