@@ -88,6 +88,7 @@ def test_the_command_line_lists_its_commands(capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out.split("Commands:")[1].splitlines()
     names = [line.split()[0] for line in said if line.strip()]
     assert names == [
+        "bench",
         "convert-config",
         "data",
         "doctor",
@@ -95,9 +96,12 @@ def test_the_command_line_lists_its_commands(capsys: pytest.CaptureFixture[str])
         "export",
         "inspect",
         "lint",
+        "plan",
         "recipe",
+        "report",
         "trace",
         "train",
+        "watch",
     ]
 
 
