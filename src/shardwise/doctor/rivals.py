@@ -1,4 +1,4 @@
-"""Parity with torch's own engines: DDP and FSDP2 train the same model on the same ranks."""
+"""Torch's own engines, DDP and FSDP2, on the same ranks: set up, and trained for parity."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api.shard import shard
 from shardwise.comm.protocol import Comm
+from shardwise.plan.units.units import choose_units
 
 Batch = tuple[Tensor, Tensor]
 
@@ -46,19 +47,26 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
+def ddp(model: nn.Module) -> nn.Module:
+    """``model`` in torch's DDP, without a second copy of the gradients."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def _fsdp2(model: nn.Module) -> nn.Module:
-    for block in model.get_submodule("blocks").children():
-        fully_shard(block)
-    fully_shard(model)
+def fsdp2(model: nn.Module, policy: MixedPrecisionPolicy = MixedPrecisionPolicy()) -> nn.Module:
+    """``model`` under ``fully_shard``, in our units.
+
+    The last unit stays gathered between forward and backward, as in torchtitan.
+    """
+    units = [unit.modules for unit in choose_units(model) if model not in unit.modules]
+    for modules in units:
+        frees = modules is not units[-1]
+        fully_shard(list(modules), reshard_after_forward=frees, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     return model
 
 
-RIVALS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": _ddp, "FSDP2": _fsdp2}
-"""Each engine of torch, as what wraps a model whose units are its ``blocks``."""
+RIVALS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": ddp, "FSDP2": fsdp2}
+"""Each engine of torch, as what wraps a model."""
 
 
 def can_run() -> bool:

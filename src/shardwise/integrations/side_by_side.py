@@ -20,14 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.api.shard import shard
 from shardwise.comm.machine.connect import over
 from shardwise.comm.protocol import Comm, Counters
 from shardwise.config.precision import Precision
 from shardwise.config.strategies import STRATEGIES
+from shardwise.doctor.rivals import ddp, fsdp2
 from shardwise.errors import ConfigError
-from shardwise.plan.units.units import choose_units
 from shardwise.torch_internals import buffers_of, parameters_of, tree_map_only
 
 RIVALS = ("ddp", "fsdp2")
@@ -195,9 +196,11 @@ def _engine(name: str, subject: Subject) -> Engine:
         shard(model, name, comm=comm, **subject.arguments)
         return _training(model, subject, comm, nullcontext)
     if name == "ddp":
-        return _training(_ddp(model), subject, None, lambda: _autocast(subject, comm))
+        return _training(ddp(model), subject, None, lambda: _autocast(subject, comm))
     if name == "fsdp2":
-        return _training(_fsdp2(model, subject.precision), subject, None, nullcontext)
+        dtypes = subject.precision.param_dtype, subject.precision.reduce_dtype
+        model = fsdp2(model, MixedPrecisionPolicy(*dtypes))
+        return _training(model, subject, None, nullcontext)
     raise ConfigError(f"no engine is called {name!r}. Choose among {', '.join(ENGINES)}.")
 
 
@@ -223,25 +226,6 @@ def _autocast(subject: Subject, comm: Comm) -> Any:
     """DDP has no dtype of its own to compute in."""
     dtype = subject.precision.param_dtype
     return nullcontext() if dtype is None else torch.autocast(comm.device.type, dtype)
-
-
-def _ddp(model: nn.Module) -> nn.Module:
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def _fsdp2(model: nn.Module, precision: Precision) -> nn.Module:
-    """Units are ours; the last stays gathered between forward and backward, as in torchtitan."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
-    units = [unit.modules for unit in choose_units(model) if model not in unit.modules]
-    for modules in units:
-        frees = modules is not units[-1]
-        fully_shard(list(modules), reshard_after_forward=frees, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return model
 
 
 def with_values(model: nn.Module, device: torch.device) -> nn.Module:
