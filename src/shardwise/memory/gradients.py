@@ -62,7 +62,6 @@ class Gradients:
         self._small = [numel < SMALL for numel in self._numels]
         self._indices = frozenset(range(len(spec.slots)))
         self._waiting: dict[int, Tensor] = {}
-        self._lent = set[int]()  # slots in which a gradient is computed, and has not come
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
         self._views: list[Tensor] = []  # of it
         self._reducing: PendingReduction | None = None
@@ -180,7 +179,7 @@ class Gradients:
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown):
             kept.clear()
-        for indices in (self.arrived, self._reduced, self._lent):
+        for indices in (self.arrived, self._reduced):
             indices.clear()
 
     def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
@@ -204,20 +203,8 @@ class Gradients:
             self._put(self._views[index], grad.to_dense() if grad.is_sparse else grad, again)
         return not self.missing
 
-    def slot(self, index: int) -> Tensor | None:
-        """Memory to compute a gradient in, its slot; ``None`` where another one is there."""
-        dtypes = self.spec.dtypes
-        if self._reducing is not None or index in self.arrived or index in self._lent:
-            return None
-        if self.full is None and dtypes.sum is not dtypes.collected:
-            return None  # it opens by who knows which of them it is
-        if self.full is None:
-            self._open(dtypes.collected)
-        self._lent.add(index)
-        return self._views[index].detach()
-
     def _put(self, view: Tensor, grad: Tensor, adds: bool) -> None:
-        if grad.data_ptr() == view.data_ptr():  # computed there, or added to in ``.grad``
+        if grad is view:  # it was in ``.grad``, and autograd has added to it
             return
         if adds:
             view.add_(grad)
@@ -284,7 +271,6 @@ class Gradients:
         self._reducing, self.carries = None, False
         self._reduced |= self.arrived
         self.arrived.clear()
-        self._lent.clear()
 
     def _over_copies(self, mean: Tensor) -> Tensor:
         """Average what the first axis gave over all ranks: ``[S]``, as it is stored."""

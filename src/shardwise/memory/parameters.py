@@ -1,8 +1,9 @@
 """The parameter side of a bucket: the shard, the full bucket, and who shows which.
 
-Big memory is owned here and in ``gradients``, nowhere else. Nothing is copied out of a staging
-buffer or into one: the gathered bucket *is* the parameters' storage, and the gradient bucket *is*
-what the reduce-scatter reads:
+Big memory is owned here and in ``gradients``, nowhere else. The ordinary way gathers into a
+staging buffer and copies every parameter out of it, then copies every gradient into another
+one. Here the gathered bucket *is* the parameters' storage, and the gradient bucket *is* what
+the reduce-scatter reads:
 
     rank 1 of 3     |  shard 0  |  shard 1  |  shard 2  |
     full bucket     | a a a b b | b c c · · | d d d d · |   gathered: every parameter is a view
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +87,6 @@ class Bucket:
         self._versions: list[int] = []
         for param in self._ours:
             param.before_write = self._before_write  # type: ignore[attr-defined]
-        for index, param in enumerate(self.params):
-            param.slot = partial(self.gradients.slot, index)  # type: ignore[attr-defined]
 
     @property
     def gathered(self) -> bool:
@@ -385,8 +383,6 @@ class Bucket:
         """Free all memory at once, since another layout may be made next."""
         for param in self._ours:
             del param.before_write  # type: ignore[attr-defined]
-        for param in self.params:
-            del param.slot  # type: ignore[attr-defined]
         self.gradients.drop()
         self.full = self.shard = self._writer = torch.empty(0)
         del self._sent
