@@ -52,11 +52,12 @@ def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fsdp2(model: nn.Module, policy: MixedPrecisionPolicy = MixedPrecisionPolicy()) -> nn.Module:
+def fsdp2(model: nn.Module, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     """``model`` under ``fully_shard``, in our units.
 
     The last unit stays gathered between forward and backward, as in torchtitan.
     """
+    policy = policy or MixedPrecisionPolicy()
     units = [unit.modules for unit in choose_units(model) if model not in unit.modules]
     for modules in units:
         frees = modules is not units[-1]
