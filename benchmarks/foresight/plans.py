@@ -18,7 +18,7 @@ from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Accelerator, Constants
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.rates import Kernels, Rates
-from shardwise.plan.forecast.time import TimeForecast, optimizer_seconds, walk
+from shardwise.plan.forecast.time import TimeForecast, modes, optimizer_seconds, walk
 from shardwise.plan.forecast.work import Pass, Span, StepWork, UnitWork
 from shardwise.plan.order import mirror
 from shardwise.plan.schedule.decide import events
@@ -78,11 +78,10 @@ def plan_of(case: Case) -> Plan:
     placements = dict.fromkeys(work.units, blueprint.placement)
     policy = replace(blueprint.policy, placements=placements)
     if case.strategy in ("zero1", "no_shard"):
-        modes = [("accumulate", case.micro_batches - 1), ("last", 1)]
-        modes = modes if case.micro_batches > 1 else [("train", 1)]
+        kinds = modes(case.micro_batches)
     else:  # torch's FSDP reduces the gradients of each micro-batch
-        modes = [("train", case.micro_batches)]
-    listed = tuple((events(work.order, policy, nbytes, mode), times) for mode, times in modes)
+        kinds = [("train", case.micro_batches)]
+    listed = tuple((events(work.order, policy, nbytes, mode), times) for mode, times in kinds)
     return Plan(case, work, nbytes, blueprint.grid, listed, _stepped(case))
 
 

@@ -86,7 +86,7 @@ def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bo
         for number, row in enumerate(rows):
             _say(f"memory of {row.engine}, in processes of its own")
             rows[number] = replace(row, peak=ranks(f"--memory={row.engine}"))
-    rows = [_planned(row, bench) for row in rows]
+    rows = _planned(rows, bench)
     _print(rows, bench, as_json)
     return rows
 
@@ -125,16 +125,21 @@ def _question(asked: Planned, ranks: int, machines: Path | None = None) -> Quest
         device, machine = torch.accelerator.current_accelerator(), known().machine("H100", ranks)
         kind = "cpu" if device is None else device.type
         here = replace(machine, accelerator=replace(machine.accelerator, device=kind))
-    question = Question(asked.model, asked.inputs, here, ranks, arguments=asked.arguments)
-    return replace(question, loss=asked.loss)
+    given = asked.model, asked.inputs, here, ranks
+    return Question(*given, arguments=asked.arguments, loss=asked.loss)
 
 
-def _planned(row: Row, bench: Bench) -> Row:
+def _planned(rows: Sequence[Row], bench: Bench) -> list[Row]:
+    """The rows with what the plan says of ours."""
+    asked = planned(bench.model, bench.seq, None, None)
+    planner = Planner(_question(asked, bench.nproc, bench.machines))
+    return [_beside_the_plan(row, bench, planner) for row in rows]
+
+
+def _beside_the_plan(row: Row, bench: Bench, planner: Planner) -> Row:
     if row.engine not in STRATEGIES:
         return row
-    asked = planned(bench.model, bench.seq, None, None)
-    question = _question(asked, bench.nproc, bench.machines)
-    forecast = Planner(question).forecast(Candidate(row.engine, bench.rows))
+    forecast = planner.forecast(Candidate(row.engine, bench.rows))
     milliseconds = 1e3 * forecast.time.seconds if bench.machines else None
     peak = bench.nproc * forecast.memory.peak
     return replace(row, planned_peak=peak, planned_milliseconds=milliseconds)

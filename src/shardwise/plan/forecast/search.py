@@ -34,7 +34,6 @@ from shardwise.plan.forecast.rates import Kernels
 from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
 from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.forecast.work import StepWork
-from shardwise.plan.schedule.events import Mode
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -124,7 +123,7 @@ class Planner:
         blueprint, work = self._blueprint(candidate, depth), self._work(candidate, depth)
         modes = (
             memory.forecast(blueprint, work.order, work, self.question.optimizer, mode)
-            for mode, _ in self._modes(candidate)
+            for mode, _ in time.modes(self.question.micro_batches(candidate))
         )
         most = max(modes, key=lambda each: each.peak)
         return Forecast(candidate, most, self._time(candidate, depth))
@@ -160,7 +159,7 @@ class Planner:
 
     def _peaks(self, candidate: Candidate, depth: _Depth) -> tuple[float, float]:
         """Bytes at most on the device, and in host memory."""
-        mode = self._modes(candidate)[0][0]
+        mode = time.modes(self.question.micro_batches(candidate))[0][0]
         key = (*_drawn(candidate), candidate.prefetch, candidate.recompute, mode, depth.blocks)
         if key not in self._engines:
             blueprint, work = self._blueprint(candidate, depth), self._work(candidate, depth)
@@ -172,11 +171,6 @@ class Planner:
         asked, times = self.question, self.question.micro_batches(candidate)
         drawn = self._blueprint(candidate, depth), self._work(candidate, depth)
         return time.forecast(*drawn, asked.machine, asked.kernels, times, asked.optimizer)
-
-    def _modes(self, candidate: Candidate) -> list[tuple[Mode, int]]:
-        """The kinds of micro-batches of a step, and how many there are of each."""
-        times = self.question.micro_batches(candidate)
-        return [("accumulate", times - 1), ("last", 1)] if times > 1 else [("train", 1)]
 
     # ---- what candidates share -----------------------------------------------------------------
 

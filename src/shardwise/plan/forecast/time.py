@@ -22,7 +22,7 @@ from shardwise.plan.forecast.memory import state_nbytes
 from shardwise.plan.forecast.rates import EAGER, Kernels, Rates, Seconds
 from shardwise.plan.forecast.work import Pass, StepWork
 from shardwise.plan.schedule.decide import events
-from shardwise.plan.schedule.events import Event, Op, Phase, UnitBytes
+from shardwise.plan.schedule.events import Event, Mode, Op, Phase, UnitBytes
 from shardwise.plan.spec import BucketSpec
 
 Convention = Literal["full", "causal", "computed"]
@@ -212,6 +212,11 @@ class TimeForecast:
         return flops(self.work, convention) * times / self.seconds / self.peak
 
 
+def modes(micro_batches: int) -> list[tuple[Mode, int]]:
+    """The kinds of micro-batches of a step, and how many there are of each."""
+    return [("accumulate", micro_batches - 1), ("last", 1)] if micro_batches > 1 else [("train", 1)]
+
+
 def forecast(
     blueprint: Blueprint,
     work: StepWork,
@@ -230,12 +235,9 @@ def forecast(
     """
     rates = Rates(machine.accelerator, kernels, known().constants)
     network, nbytes = Network.of(machine, blueprint.grid), blueprint.nbytes
-    modes = [("train", 1)]
-    if micro_batches > 1:
-        modes = [("accumulate", micro_batches - 1), ("last", 1)]
     walked = tuple(
         (walk(events(work.order, blueprint.policy, nbytes, mode), nbytes, work, rates, network), n)
-        for mode, n in modes
+        for mode, n in modes(micro_batches)
     )
     here = [spec for spec in blueprint.buckets if not spec.in_host]
     moved = sum(_stepped(blueprint, spec, optimizer) for spec in here)
