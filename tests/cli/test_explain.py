@@ -116,7 +116,8 @@ def test_hybrids_are_in_the_table_and_have_events_where_a_mesh_is_given(
     assert rows["hybrid_full"][1:8:2] == ["16.0", "8.0", "16.0", "40.0"]
     text = explain(capsys, "step", "--strategy", "hybrid_full", "--mesh", "2", "2")
     assert "hybrid_full (replicate=2 × shard=2) on 4 ranks" in text
-    assert "update  0  # all-gather over replicate, 8.0 KiB, sends 4.0 KiB" in text
+    assert "update   0  # all-gather over replicate, 8.0 KiB, sends 4.0 KiB" in text
+    assert "average  0  # reduce-scatter over replicate, 8.0 KiB, sends 4.0 KiB" in text
 
 
 def test_what_is_in_host_memory_has_a_column_and_events(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,11 +204,14 @@ def test_each_axis_carries_the_lower_bound_and_the_schedule_says_so(mixture: str
         sent = sum(over_shards.values()) + sum(over_copies.values())
         assert sum(map(schedule.sent, schedule.events)) == sent
         assert recorder.events == list(schedule.events)
-        lines = [line for line in str(schedule).splitlines() if line.split()[0] == "reduce"]
-        assert lines
+        lines = str(schedule).splitlines()
+        reduces, averages = (
+            [line for line in lines if line.split()[0] == op] for op in ("reduce", "average")
+        )
+        assert len(reduces) == len(averages) > 0
+        assert all("# reduce-scatter over shard, " in line for line in reduces)
         how = "reduce-scatter" if splits_copies else "reduce-scatter + all-gather"
-        for line in lines:
-            assert f"reduce-scatter over shard + {how} over replicate" in line
+        assert all(f"# {how} over replicate, " in line for line in averages)
 
     on_ranks(4, nets.decoder, rank)
 

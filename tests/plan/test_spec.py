@@ -300,8 +300,10 @@ def test_bytes_of_a_grid_of_three_rows_of_two_ranks(placement: Placement) -> Non
             joined=2 * some if joins else 0,
             gather_sent=2 * every // 2,
             update_sent=2 * some // 2 * 2 // 3 if joins else 0,
-            reduce_sent=2 * some // 2
-            + sum((2 if joins else 6) * spec.layout.numel // 2 * 2 // 3 for spec in trained),
+            reduce_sent=2 * some // 2,
+            average_sent=sum(
+                (2 if joins else 6) * spec.layout.numel // 2 * 2 // 3 for spec in trained
+            ),
             loaded=4 * sum(rest.values()),
             stored=4 * sum(rest[spec] for spec in trained),
             kept_sent=0,

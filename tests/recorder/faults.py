@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -46,12 +46,21 @@ def no_wait_for_a_gather() -> Patch:
     return before(Bucket, "ready", lambda bucket: setattr(bucket, "_pending", None))
 
 
-def no_wait_for_a_reduction() -> Patch:
-    def forget(gradients: Any) -> None:
-        if gradients._reducing is not None:
-            gradients._reducing = gradients._reducing._replace(pending=Completed())
+def _forget(gradients: Any) -> None:
+    if gradients._reducing is not None:
+        gradients._reducing = gradients._reducing._replace(pending=Completed())
 
-    return before(Gradients, "settle", forget)
+
+def no_wait_for_a_reduction() -> Patch:
+    return before(Gradients, "settle", _forget)
+
+
+def no_wait_for_the_shards_before_the_copies() -> Patch:
+    return before(Gradients, "average", _forget)
+
+
+def no_wait_for_an_update() -> Patch:
+    return before(Bucket, "gather", lambda bucket: setattr(bucket, "_after_loads", nullcontext))
 
 
 def no_wait_for_the_other_copies() -> Patch:
@@ -120,12 +129,15 @@ PLAIN = Program()
 EVERYTHING = Program(options={"offload": "everything"})
 WHOLE = Program("no_shard", {"offload": "everything"})
 COPIES = Program("hybrid_shard", {"mesh": (2, 2)})
+PIECES = Program("hybrid_full", {"mesh": (2, 2)})
 
 FAULTS = {
     fault.plant.__name__: fault
     for fault in (
         Fault(no_wait_for_a_gather, PLAIN, "has not waited for all_gather"),
         Fault(no_wait_for_a_reduction, PLAIN, "has not waited for reduce_scatter"),
+        Fault(no_wait_for_the_shards_before_the_copies, COPIES, "has not waited for reduce"),
+        Fault(no_wait_for_an_update, PIECES, "has not waited for all_gather"),
         Fault(no_wait_for_the_other_copies, COPIES, "has not waited for all_gather"),
         Fault(freed_while_it_is_gathered, Program(raises="forward"), "free"),
         Fault(a_buffer_for_two_reductions, PLAIN, "writes"),

@@ -253,17 +253,24 @@ class Gradients:
             self._views[index].zero_()
         for start, stop in spec.full_views.gaps:
             full[start:stop].zero_()
-        self._reducing = self._average(0, full)
+        self._reducing = self._reduce_over(0, full)
         if self._reducing.sent is not full:  # it was narrowed
             self._release()
             self.full = self._reducing.sent
 
+    def average(self) -> None:
+        """Wait for the reduce, let the gradient bucket go, and issue the sum over the copies."""
+        if self._reducing is not None:
+            self._reducing.pending.wait()
+            self._reducing = self._reduce_over(1, self._reducing.out)
+            self._release()
+
     def settle(self) -> None:
-        """Wait for the reduce and let the gradient bucket go."""
+        """Wait for the sums and let the gradient bucket go."""
         if self._reducing is not None:
             self._reducing.pending.wait()
             earlier = None if self.result is None else self.mean()
-            self.result = self._over_copies(self._reducing.out)
+            self.result = self._to_copies(self._reducing.out)
             if earlier is not None:  # a gradient came late
                 self.mean()
                 self.result.add_(earlier)
@@ -272,12 +279,9 @@ class Gradients:
         self._reduced |= self.arrived
         self.arrived.clear()
 
-    def _over_copies(self, mean: Tensor) -> Tensor:
-        """Average what the first axis gave over all ranks: ``[S]``, as it is stored."""
+    def _to_copies(self, mean: Tensor) -> Tensor:
+        """Send the copies this rank's part of the mean: ``[S]`` of all, as it is stored."""
         spec, copies = self.spec, self._mesh.replicate
-        for at in range(1, len(self._averages)):
-            _, mean, pending = self._average(at, mean)
-            pending.wait()
         full, self._spread = self._spread, None
         if mean.dtype is not spec.dtypes.stored:
             mean = mean.to(spec.dtypes.stored)
@@ -289,7 +293,7 @@ class Gradients:
         self._spreading = copies.all_gather(full, Label("spread", spec.title))
         return full
 
-    def _average(self, at: int, full: Tensor) -> PendingReduction:
+    def _reduce_over(self, at: int, full: Tensor) -> PendingReduction:
         """Issue one of the reductions; the last one writes where copies send their parts from."""
         comm, reduction = self._averages[at]
         out = None

@@ -72,8 +72,10 @@ class Bucket:
         self._pending: Pending | None = None
         self._label = Label("gather", spec.title)
         self._memory = mesh.shard.memory
-        #: The context of what follows a copy from host memory; another one, which costs least.
-        self._after_loads = host.copying if spec.in_host else disable_torch_function
+        #: What follows a load or an update waits for it on another stream than computes; where
+        #: nothing is waited for, the context is one that costs least.
+        beside = spec.in_host or spec.splits_copies
+        self._after_loads = host.copying if beside else disable_torch_function
         self._is_current = False  # does a kept full bucket hold what all shards hold now?
         self._allocate()
         #: Is anything made of its shard that is kept until that is written?

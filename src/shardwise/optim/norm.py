@@ -103,7 +103,8 @@ def norm_of(
             pieces[rank].append(part)
     powers = torch.zeros(comm.size, dtype=dtype, device=comm.device)
     for rank, gradients in pieces.items():
-        powers[rank] = _power(gradients, norm_type, powers[rank])
+        # A number of the host's goes with the call: ``powers[rank] = …`` would wait for a copy.
+        powers[rank].fill_(_power(gradients, norm_type, powers[rank]))
     if not whole:
         comm.all_gather(powers, Label("norm", "gradients")).wait()
     if norm_type == float("inf"):

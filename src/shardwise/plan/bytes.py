@@ -142,4 +142,6 @@ def _calls(events: Sequence[Event], blueprint: Blueprint) -> dict[str, int]:
             counts["update"] += sum(spec.splits_copies for spec in specs)
         elif event.op is Op.REDUCE:
             counts["reduce"] += sum(spec.trainable for spec in specs)
+        elif event.op is Op.AVERAGE:
+            counts["average"] += sum(spec.trainable for spec in specs)
     return dict(counts)

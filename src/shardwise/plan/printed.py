@@ -49,25 +49,27 @@ class Schedule:
         return self._sent_at_first(event) - kept
 
     def _sent_at_first(self, event: Event) -> int:
-        if event.op not in (Op.UPDATE, Op.GATHER, Op.REDUCE):
+        if event.op not in (Op.UPDATE, Op.GATHER, Op.REDUCE, Op.AVERAGE):
             return 0
         unit = self.nbytes[event.unit]
         sent = {
             Op.GATHER: unit.gather_sent,
             Op.UPDATE: unit.update_sent,
             Op.REDUCE: unit.reduce_sent,
+            Op.AVERAGE: unit.average_sent,
         }
         return sent[event.op]
 
     def __str__(self) -> str:
         width = max([len(_name(unit)) for unit in self.nbytes], default=6)
+        of_op = max([6, *(len(event.op) for event in self.events)])
         lines, phase, depth = [self._title()], None, 0
         for event in self.events:
             if event.phase is not phase:
                 phase = event.phase
                 lines.append(f"{phase}:")
             depth -= event.op is Op.EXIT
-            lines.append("    " + self._line(event, depth, width))
+            lines.append("    " + self._line(event, depth, of_op, width))
             depth += event.op is Op.ENTER
         return "\n".join(lines)
 
@@ -85,9 +87,9 @@ class Schedule:
             f"{f'; buffers: {self.buffers}' if reduces and self.buffers != 'local' else ''}"
         )
 
-    def _line(self, event: Event, depth: int, width: int) -> str:
+    def _line(self, event: Event, depth: int, of_op: int, width: int) -> str:
         name = "" if event.op is Op.END else _name(event.unit)
-        text = f"{'  ' * max(depth, 0)}{event.op:<6}  {name:<{width}}"
+        text = f"{'  ' * max(depth, 0)}{event.op:<{of_op}}  {name:<{width}}"
         if event.op is Op.GATHER and self.grid.shard.size > 1:
             full = size(self.nbytes[event.unit].gathered)
             shared = self.grid.shard.shared
@@ -101,10 +103,10 @@ class Schedule:
             part = size(self.nbytes[event.unit].joined // self.grid.shard.size)
             sends = f"sends {size(self.sent(event))}"
             text += f"  # all-gather over replicate, {part}, {sends}: {event.reason}"
-        elif event.op is Op.REDUCE:
-            full = size(self.nbytes[event.unit].gradients)
-            how, sends = self._reduction(event), size(self.sent(event))
-            text += f"  # {how}, {full}, sends {sends}: {event.reason}"
+        elif event.op in (Op.REDUCE, Op.AVERAGE):
+            full, sends = self.nbytes[event.unit].gradients, f"sends {size(self.sent(event))}"
+            parts = self.grid.shard.size if event.op is Op.AVERAGE else 1
+            text += f"  # {self._sum(event)}, {size(full // parts)}, {sends}: {event.reason}"
         elif event.reason:
             text += f"  # {event.reason}"
         return text.rstrip()
@@ -113,14 +115,11 @@ class Schedule:
         """Name the axis that a collective uses, where the grid has two."""
         return f" over {axis}" if min(axis.size for axis in self.grid) > 1 else ""
 
-    def _reduction(self, event: Event) -> str:
-        parts = []
-        if self.grid.shard.size > 1 or self.grid.replicate.size == 1:
-            parts += ["reduce-scatter" + self._over("shard")]
-        if self.grid.replicate.size > 1:
-            spread = ["all-gather"] if self.nbytes[event.unit].spread else []
-            parts += [" + ".join(["reduce-scatter", *spread]) + self._over("replicate")]
-        return " + ".join(parts)
+    def _sum(self, event: Event) -> str:
+        if event.op is Op.REDUCE and (self.grid.shard.size > 1 or self.grid.replicate.size == 1):
+            return "reduce-scatter" + self._over("shard")
+        spread = " + all-gather" if self.nbytes[event.unit].spread else ""
+        return f"reduce-scatter{spread}{self._over('replicate')}"
 
 
 def _name(unit: str) -> str:

@@ -120,12 +120,21 @@ class BucketSpec:
 
     @property
     def reduce_sent(self) -> int:
-        """Bytes that one rank sends when its gradients are reduced, over both axes."""
+        """Bytes that one rank sends when its gradients are reduced, over the first axis."""
+        wire = wire_nbytes(self.dtypes.reduce, self.layout.numel, self.shard.size)
+        return _to_others(wire, self.shard) if self.shard.size > 1 else self._over_copies
+
+    @property
+    def average_sent(self) -> int:
+        """Bytes that one rank sends when sums over shards are averaged over the copies, too."""
+        return self._over_copies if len(self.averages) > 1 else 0
+
+    @property
+    def _over_copies(self) -> int:
         wire, part = self.dtypes.reduce, self.layout.numel // self.shard.size
-        over_shards = _to_others(wire_nbytes(wire, self.layout.numel, self.shard.size), self.shard)
         over_copies = wire_nbytes(wire, part, self.replicate.size)
         spread = part * self.dtypes.stored.itemsize if self.copies > 1 else 0
-        return over_shards + _to_others(over_copies + spread, self.replicate)
+        return _to_others(over_copies + spread, self.replicate)
 
     @cached_property
     def ranges(self) -> list[tuple[int, int]]:
@@ -220,7 +229,8 @@ def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> Unit
     spread = sum(s.layout.numel * s.dtypes.stored.itemsize for s in trained if s.copies > 1)
     joined = sum(s.layout.numel * s.dtypes.param.itemsize for s in specs if s.splits_copies)
     gather_sent, update_sent = sum(s.gather_sent for s in specs), sum(s.update_sent for s in specs)
-    sent = gather_sent, update_sent, sum(spec.reduce_sent for spec in trained)
+    over_both = sum(spec.reduce_sent for spec in trained), sum(s.average_sent for s in trained)
+    sent = gather_sent, update_sent, *over_both
     loaded = sum(spec.rest_nbytes for spec in specs if spec.in_host)
     stored = sum(spec.rest_nbytes for spec in trained if spec.in_host)
     kept_sent = sum(spec.gather_sent for spec in specs if spec.kept and spec not in trained)
@@ -230,11 +240,13 @@ def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> Unit
 def policy_of(specs: Sequence[BucketSpec], prefetch: Prefetch) -> Policy:
     """Return what the schedule of a model with these buckets depends on, besides its order."""
     casts = any(spec.dtypes.stored is not spec.dtypes.param for spec in specs)
+    averages = frozenset(spec.unit for spec in specs if len(spec.averages) > 1)
     joins = frozenset(spec.unit for spec in specs if spec.splits_copies)
     return Policy(
         {spec.unit: spec.placement for spec in specs},
         prefetch,
         casts=casts,
+        averages=averages,
         joins=joins,
         loads=frozenset(spec.unit for spec in specs if spec.in_host),
         reloads=frozenset(spec.unit for spec in specs if spec.allocation.reloaded),

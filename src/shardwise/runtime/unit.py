@@ -32,6 +32,7 @@ class UnitState:
             Op.GATHER: [bucket.gather for bucket in self.buckets],
             Op.FREE: [self.free],
             Op.REDUCE: [of_bucket.reduce for of_bucket in gradients],
+            Op.AVERAGE: [of_bucket.average for of_bucket in gradients],
             Op.SETTLE: [of_bucket.settle for of_bucket in gradients],
             Op.STORE: [of_bucket.store for of_bucket in gradients],
         }

@@ -8,8 +8,9 @@
     settle blocks.0                  mean = wait(sums) / W
 
 Over two axes there are further lines: an update joins the pieces of the copies before a gather, and
-a settle sums over the copies what a reduce has summed over the shards. With offload a load copies a
-shard to the device before it is gathered, and a store a mean gradient to host memory.
+an average, between a reduce and its settle, sums over the copies what was summed over the shards.
+With offload a load copies a shard to the device before it is gathered, and a store a mean gradient
+to host memory.
 
 What autograd would keep for the backward pass is what the forward program returns beside its
 outputs. Views of parameters are not kept: the backward program forms them anew from the bucket
@@ -120,6 +121,8 @@ class Half:
             if at_once and event.op is Op.GATHER:
                 self.whole(spec)
             elif at_once and event.op is Op.REDUCE:
+                if spec.averages[1:]:
+                    self._average(spec, "waits at once")
                 self._settle(spec, "waits at once")
 
     def cue(self, cue: Cue) -> None:
@@ -225,19 +228,23 @@ class Half:
         full = self.lines.divided(full, how.before, self.lines.named("scaled", spec), note)
         self.sums[spec] = self.lines.reduce_scatter("reducing", spec, full, axis, reason)
 
+    def _average(self, spec: BucketSpec, reason: str) -> None:
+        if spec not in self.sums:
+            return
+        total = self.lines.wait("summed", spec, self.sums[spec], reason)
+        wire = self._averaged("mean", spec, total)
+        if codec_of(spec.dtypes.reduce) is None:
+            wire = self.lines.cast(wire, spec.dtypes.reduce, self.lines.named("narrowed", spec))
+        reason = "the copies' sums, too"
+        begun = self.lines.reduce_scatter("reducing_copies", spec, wire, spec.replicate, reason)
+        self.sums[spec] = begun
+
     def _settle(self, spec: BucketSpec, reason: str) -> None:
         if spec not in self.sums:
             return
-        total = self.lines.wait("summed", spec, self.sums.pop(spec), reason)
-        mean = self._averaged("mean", spec, total)
-        for _ in spec.averages[1:]:
-            wire = mean
-            if codec_of(spec.dtypes.reduce) is None:
-                wire = self.lines.cast(mean, spec.dtypes.reduce, self.lines.named("narrowed", spec))
-            reason = "the copies' sums, too"
-            begun = self.lines.reduce_scatter("reducing_copies", spec, wire, spec.replicate, reason)
-            total = self.lines.wait("summed_copies", spec, begun)
-            mean = self._averaged("mean_of_copies", spec, total)
+        copies = "_copies" if spec.averages[1:] else ""
+        total = self.lines.wait(f"summed{copies}", spec, self.sums.pop(spec), reason)
+        mean = self._averaged(f"mean{copies and '_of_copies'}", spec, total)
         mean = self.lines.cast(mean, spec.dtypes.stored, self.lines.named("stored", spec))
         if spec.copies > 1:
             reason = "every rank needs the full mean"
@@ -279,6 +286,7 @@ ACTS = {
     Op.GATHER: Half._gather,
     Op.FREE: Half._free,
     Op.REDUCE: Half._reduce,
+    Op.AVERAGE: Half._average,
     Op.SETTLE: Half._settle,
     Op.STORE: Half._store,
 }

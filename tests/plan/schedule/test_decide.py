@@ -364,7 +364,7 @@ def test_prefetch_refuses_what_cannot_work() -> None:
 
 
 def test_a_unit_sends_loads_and_stores_nothing_unless_it_says_so() -> None:
-    assert UnitBytes(gathered=3, gradients=2) == (3, 2, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert UnitBytes(gathered=3, gradients=2) == (3, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 # ---- a shard that its copies split further -------------------------------------------------------
@@ -424,10 +424,16 @@ def test_in_the_last_micro_batch_only_what_is_not_kept_is_loaded() -> None:
 
 # ---- one cue ---------------------------------------------------------------------------------
 
+
+def flying(units: str) -> dict[str, bool]:
+    """Their gradients are on their way, the oldest first; over the copies not yet."""
+    return dict.fromkeys(units, False)
+
+
 TRAINED = Facts(trained=frozenset("abc"))
 ACCUMULATES = replace(TRAINED, reduces=False)
 NOT_TRAINED = Facts(trained=frozenset("bc"))
-FLYING = replace(TRAINED, reducing=["c", "b"], gathered={"a", "b", "d"})
+FLYING = replace(TRAINED, reducing=flying("cb"), gathered={"a", "b", "d"})
 END = Cue(Op.END, "", Phase.BACKWARD)
 ENTER, EXIT = (Cue(op, "a", Phase.FORWARD) for op in (Op.ENTER, Op.EXIT))
 BACK_IN, BACK_OUT = (Cue(op, "a", Phase.BACKWARD) for op in (Op.ENTER, Op.EXIT))
@@ -466,7 +472,7 @@ DECIDED: dict[str, tuple[Facts, Cue, Upcoming, str | Mapping[str, str]]] = {
         {"no_shard": "", "zero1": "", "": "free a"},  # once that has ended
     ),
     "a reduce settles those before it": (
-        replace(TRAINED, reducing=["c", "b"]),
+        replace(TRAINED, reducing=flying("cb")),
         BACK_OUT,
         LAST,
         {
@@ -507,8 +513,18 @@ def test_the_events_of_a_cue(name: str, strategy: str) -> None:
 def test_a_unit_is_loaded_and_joined_before_it_is_gathered_and_what_settles_is_stored() -> None:
     offloads = Policy(everywhere(FULL), loads=frozenset("ab"), joins=frozenset("a"))
     assert shown(decide(offloads, TRAINED, ENTER, NOTHING)) == "load a, update a, gather a"
-    facts = replace(TRAINED, reducing=["b"], gathered={"a"})
+    facts = replace(TRAINED, reducing=flying("b"), gathered={"a"})
     assert shown(decide(offloads, facts, END, NOTHING)) == "settle b, store b, free a"
+
+
+def test_a_hybrids_reduce_goes_on_over_its_copies_and_is_settled_a_call_later() -> None:
+    hybrid = Policy(everywhere(FULL), averages=frozenset("abc"))
+    facts = replace(TRAINED, reducing={"c": True, "b": False})
+    done = [e for e in decide(hybrid, facts, BACK_OUT, LAST) if deepcopy(facts).take(e)]
+    assert shown(done) == "reduce a, settle c, average b"
+    late = [e for e in hybrid.settling("b", Phase.BACKWARD, "late") if facts.take(e)]
+    assert shown(late) == "average b, settle b"
+    assert not facts.take(Event(Op.AVERAGE, "c", Phase.BACKWARD))
 
 
 # ---- is it due? --------------------------------------------------------------------------------
@@ -529,10 +545,13 @@ DUE: dict[str, tuple[Op, Facts, bool]] = {
         True,
     ),
     "what is collected is reduced": (Op.REDUCE, Facts(), True),
-    "a reduce in flight is settled": (Op.SETTLE, Facts(reducing=["b", "a"]), True),
-    "any other is not": (Op.SETTLE, Facts(reducing=["b"]), False),
+    "a reduce in flight is settled": (Op.SETTLE, Facts(reducing=flying("ba")), True),
+    "any other is not": (Op.SETTLE, Facts(reducing=flying("b")), False),
+    "it goes on over the copies": (Op.AVERAGE, Facts(reducing={"a": False}), True),
+    "once only": (Op.AVERAGE, Facts(reducing={"a": True}), False),
+    "what is not on its way does not": (Op.AVERAGE, Facts(), False),
     "what is settled is stored": (Op.STORE, Facts(settled={"a"}), True),
-    "and not before": (Op.STORE, Facts(reducing=["a"]), False),
+    "and not before": (Op.STORE, Facts(reducing=flying("a")), False),
     "a shard in host memory is loaded": (Op.LOAD, Facts(updated={"a"}), True),
     "and not again": (Op.LOAD, Facts(loaded={"a"}), False),
     "nor while a graph keeps it whole": (Op.LOAD, replace(GATHERED, keeps_graph=True), False),
@@ -552,11 +571,11 @@ def test_an_event_is_carried_out_if_it_is_due(name: str) -> None:
 
 
 def test_what_is_carried_out_is_a_fact() -> None:
-    facts = Facts(gathered={"b"}, reducing=["b", "c"])
+    facts = Facts(gathered={"b"}, reducing=flying("bc"))
     done = [(Op.GATHER, "a"), (Op.FREE, "b"), (Op.REDUCE, "a"), (Op.SETTLE, "b"), (Op.UPDATE, "c")]
     for op, unit in done:
         facts.take(Event(op, unit, Phase.BACKWARD))
-    expected = Facts(gathered={"a"}, reducing=["c", "a"], settled={"b"}, updated={"c"})
+    expected = Facts(gathered={"a"}, reducing=flying("ca"), settled={"b"}, updated={"c"})
     assert facts == expected
     facts.take(Event(Op.STORE, "b", Phase.BACKWARD))
     assert not facts.settled
@@ -576,9 +595,9 @@ def test_a_pin_ends_but_for_units_of_another_pass_and_of_forward_calls_under_way
 
 
 def test_a_pass_that_stopped_leaves_only_what_is_collected_and_in_flight() -> None:
-    facts = Facts(True, frozenset("a"), {"a"}, Counter("a"), Counter("a"), {"a"}, True, ["a"])
+    facts = Facts(True, frozenset("a"), {"a"}, Counter("a"), Counter("a"), {"a"}, True, flying("a"))
     facts.forget_pass()
-    assert facts == Facts(trained=frozenset("a"), reducing=["a"])
+    assert facts == Facts(trained=frozenset("a"), reducing=flying("a"))
 
 
 MODES = {(True, False): "train", (True, True): "last", (False, True): "accumulate"}

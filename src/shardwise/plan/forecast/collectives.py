@@ -77,10 +77,9 @@ class Network:
             return self.shard.seconds(unit.gather_sent - unit.kept_sent)
         if op is Op.UPDATE:
             return self.replicate.seconds(unit.update_sent)
-        if op is Op.REDUCE:
-            size = self.shard.size
-            among_shards = min(unit.reduce_sent, unit.gradients * (size - 1) // size)
-            among_copies = unit.reduce_sent - among_shards
-            rounds = 1 + bool(unit.spread)
-            return self.shard.seconds(among_shards) + self.replicate.seconds(among_copies, rounds)
+        if op in (Op.REDUCE, Op.AVERAGE):
+            if op is Op.REDUCE and self.shard.size > 1:
+                return self.shard.seconds(unit.reduce_sent)
+            sent = unit.reduce_sent if op is Op.REDUCE else unit.average_sent
+            return self.replicate.seconds(sent, rounds=1 + bool(unit.spread))
         return (unit.loaded if op is Op.LOAD else unit.stored) / self.host

@@ -88,6 +88,7 @@ class Bucket:
         self._collected = 0  # bytes of the gradient bucket
         self._collects: torch.dtype = spec.dtypes.collected
         self._sent = self._out = self._received = self._mean = self._stored = 0
+        self._over_shards = 0  # of the sum over the first axis, while the copies' is on its way
         self._at_rest()
 
     def _add(self, kind: Kind, nbytes: int, in_host: bool = False) -> None:
@@ -186,6 +187,23 @@ class Bucket:
         self._add(Kind.BUCKETS, -self._collected)
         self._collected = 0
 
+    def average(self) -> None:
+        """Take the sum over the first axis, and send it on its way to the copies."""
+        if not self.spec.trainable:
+            return
+        self._add(Kind.COMMUNICATION, -self._received)
+        out, sent, dtype = self._out, self._sent, self.spec.dtypes.sum
+        self._over_shards = out
+        self._sent, self._out, self._received = self._average(1, out // dtype.itemsize, dtype)
+        if self._sent:  # in other memory than the sum
+            self._forget_first()
+        self._add(Kind.BUCKETS, -sent)
+        self._release()
+
+    def _forget_first(self) -> None:
+        self._add(Kind.GRADIENTS, -self._over_shards)
+        self._over_shards = 0
+
     def settle(self) -> None:
         """Take the mean, and let the gradient bucket go."""
         spec = self.spec
@@ -193,13 +211,6 @@ class Bucket:
             return
         self._add(Kind.COMMUNICATION, -self._received)
         out, dtype = self._out, spec.dtypes.sum
-        for at in range(1, len(spec.averages)):
-            numel = out // dtype.itemsize
-            sent, mean, received = self._average(at, numel, dtype)
-            self._add(Kind.COMMUNICATION, -received)
-            self._add(Kind.BUCKETS, -sent)
-            self._add(Kind.GRADIENTS, -out)
-            out = mean
         if not out:  # one rank's sum is what was collected, and stays
             out = self._keep_collected()
         if dtype is not spec.dtypes.stored:
@@ -210,6 +221,7 @@ class Bucket:
         self._mean += out
         self._add(Kind.BUCKETS, -self._sent)
         self._sent = self._out = self._received = 0
+        self._forget_first()
         self._release()
 
     def _keep_collected(self) -> int:
@@ -265,6 +277,8 @@ class Holdings:
                     bucket.free()
                 case Op.REDUCE:
                     bucket.reduce()
+                case Op.AVERAGE:
+                    bucket.average()
                 case Op.SETTLE:
                     bucket.settle()
                 case Op.STORE:

@@ -4,7 +4,7 @@
     link     ── gather 1 ──┴─ gather 2 ── … ─────────────┴─ reduce 1 ── … ──┘
 
 A collective begins when the device comes to its event and the link is free. The device waits for it
-where the schedule does: a gather before the unit's use, a reduce when it is settled.
+where the schedule does: a gather before the unit's use, a reduce when it is settled, or averaged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ those that a causal mask leaves (NVIDIA), or all that is computed, recomputation
 # Seconds of AdamW on a host's cores for each parameter: 0.22 s for a billion (Ren et al. 2021,
 # ZeRO-Offload, arXiv 2101.06840, table 4).
 ON_HOST = 0.22e-9
-LINK = frozenset({Op.GATHER, Op.UPDATE, Op.REDUCE, Op.LOAD, Op.STORE})
+LINK = frozenset({Op.GATHER, Op.UPDATE, Op.REDUCE, Op.AVERAGE, Op.LOAD, Op.STORE})
 
 
 class Interval(NamedTuple):
@@ -120,11 +120,14 @@ def walk(
     lanes, computed, turned = _Lanes(rates.contention), Seconds(), False
     for event in listed:
         op, unit, phase, _ = event
+        if op is Op.AVERAGE:
+            lanes.wait(Op.REDUCE, unit)
         if op in LINK:
             if unit in nbytes:
                 lanes.send(event, network.seconds(op, nbytes[unit]))
         elif op is Op.SETTLE:
             lanes.wait(Op.REDUCE, unit)
+            lanes.wait(Op.AVERAGE, unit)
         elif op is Op.ENTER:
             if phase is Phase.BACKWARD and not turned:
                 turned, loss = True, durations.rest

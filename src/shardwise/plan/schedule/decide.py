@@ -5,7 +5,8 @@ One function decides, by what was done so far and what is known to come:
     cue                         events
     a call begins               gather its unit, and ahead of their use those that come next
     a call has ended            free its unit, if that is to be done after each use, or was the last
-    the last backward call      the same, and reduce its gradients, settle the earlier reduce
+    the last backward call      the same, and reduce its gradients, settle the earlier reduce; a
+                                hybrid's goes on over its copies, and is settled a call later
     a pass ends                 settle what is in flight; free every unit
 
 Where an order is expected, ``steps`` plays it through beforehand. From the first cue on that was
@@ -42,8 +43,8 @@ class Facts:
     pinned: set[str] = field(default_factory=set)
     # Does a graph made by ``create_graph=True`` wait for another backward pass?
     keeps_graph: bool = False
-    # The units whose gradients are on their way, the oldest first.
-    reducing: list[str] = field(default_factory=list)
+    # The units whose gradients are on their way, the oldest first; over the copies, too?
+    reducing: dict[str, bool] = field(default_factory=dict)
     # The units whose shards hold what the optimizers of all copies have written.
     updated: set[str] = field(default_factory=set)
     # The units whose shards in host memory are on the device, too.
@@ -99,8 +100,10 @@ class Facts:
         return self._take_reduced(op, unit)
 
     def _take_reduced(self, op: Op, unit: str) -> bool:
-        if op is Op.REDUCE:
-            self.reducing.append(unit)
+        if op in (Op.REDUCE, Op.AVERAGE):
+            if self.reducing.get(unit, op is Op.AVERAGE):
+                return False
+            self.reducing[unit] = op is Op.AVERAGE
             return True
         if op is Op.STORE:
             if unit not in self.settled:
@@ -109,7 +112,7 @@ class Facts:
             return True
         if unit not in self.reducing:
             return False
-        self.reducing.remove(unit)
+        del self.reducing[unit]
         self.settled.add(unit)
         return True
 
@@ -175,8 +178,10 @@ def _exit(policy: Policy, facts: Facts, cue: Cue, upcoming: Upcoming) -> list[Ev
     computed = phase is Phase.BACKWARD and not facts.backward[unit]
     if averages and computed and unit in facts.trained:
         listed.append(Event(Op.REDUCE, unit, phase, "its gradients are complete"))
-        for earlier in facts.reducing:
-            listed += policy.settling(earlier, phase, "one reduce stays in flight")
+        for earlier, over_copies in facts.reducing.items():
+            ended = policy.settling(earlier, phase, "one reduce stays in flight")
+            goes_on = earlier in policy.averages and not over_copies
+            listed += [next(ended)] if goes_on else ended
     return listed
 
 

@@ -9,7 +9,8 @@ out, the planner weighs it, the trace prints it, the tests read it as a table.
       enter blocks.0   exit blocks.0          gather blocks.0 … free blocks.0
       enter blocks.1   exit blocks.1          gather blocks.1 … free blocks.1
     exit root
-    … and back again, where an exit also reduces, and a settle ends what a reduce began
+    … and back again, where an exit also reduces, and a settle ends what a reduce began; between
+    them an average goes on over a hybrid's copies
 
 ``decide`` says which events a cue has.
 """
@@ -39,7 +40,8 @@ class Op(StrEnum):
     LOAD = "load"  # copy a shard from host memory to the device
     FREE = "free"
     REDUCE = "reduce"
-    SETTLE = "settle"  # wait for a reduce, hand its result over, release the gradient bucket
+    AVERAGE = "average"  # wait for a reduce, release the gradient bucket, sum over the copies
+    SETTLE = "settle"  # wait for the sums, hand the result over, release the gradient bucket
     STORE = "store"  # copy what was reduced to host memory, release it on the device
 
 
@@ -84,6 +86,7 @@ class UnitBytes(NamedTuple):
     gather_sent: int = 0  # by one rank
     update_sent: int = 0
     reduce_sent: int = 0
+    average_sent: int = 0
     loaded: int = 0  # what this rank loads from host memory; 0 if it rests on the device
     stored: int = 0  # what this rank stores there of its gradients
     kept_sent: int = 0  # of ``gather_sent``, what is frozen and stays: only in the first step
@@ -100,6 +103,7 @@ class Policy:
     placements: Mapping[str, Placement]  # by unit
     prefetch: Prefetch = Prefetch()
     casts: bool = False
+    averages: frozenset[str] = frozenset()  # units whose gradients are summed over copies, too
     joins: frozenset[str] = frozenset()  # units of whose shards each copy updates a piece
     loads: frozenset[str] = frozenset()  # units whose shards and gradients are in host memory
     reloads: frozenset[str] = frozenset()  # of them, those of which the device keeps nothing
@@ -118,7 +122,9 @@ class Policy:
         yield Event(Op.GATHER, unit, phase, reason)
 
     def settling(self, unit: str, phase: Phase, reason: str) -> Iterator[Event]:
-        """Return the events that end a reduce."""
+        """Return the events that end a reduce, without those already carried out."""
+        if unit in self.averages:
+            yield Event(Op.AVERAGE, unit, phase, reason)
         yield Event(Op.SETTLE, unit, phase, reason)
         if unit in self.loads:
             yield Event(Op.STORE, unit, phase, reason)
