@@ -104,9 +104,10 @@ class Schedule:
             sends = f"sends {size(self.sent(event))}"
             text += f"  # all-gather over replicate, {part}, {sends}: {event.reason}"
         elif event.op in (Op.REDUCE, Op.AVERAGE):
-            full, sends = self.nbytes[event.unit].gradients, f"sends {size(self.sent(event))}"
             parts = self.grid.shard.size if event.op is Op.AVERAGE else 1
-            text += f"  # {self._sum(event)}, {size(full // parts)}, {sends}: {event.reason}"
+            summed = size(self.nbytes[event.unit].gradients // parts)
+            sends = f"sends {size(self.sent(event))}"
+            text += f"  # {self._sum(event)}, {summed}, {sends}: {event.reason}"
         elif event.reason:
             text += f"  # {event.reason}"
         return text.rstrip()
