@@ -11,7 +11,9 @@ import yaml
 
 from shardwise.cli import main
 from shardwise.cli.plan import quantity
+from shardwise.recipe.read import read_recipe
 from tests.hf.folders import tiny
+from tests.train.tiny import recipe_file
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -30,7 +32,7 @@ def test_a_recipe_is_judged_as_it_is_written(
     code, out, _ = plan(capsys, "recipes/demo.yaml", *asked, "--micro-batch", "4")
     assert code == 0
     first, second, *_ = out.splitlines()
-    assert first.startswith("FITS on 4 x L4: peak ")
+    assert first.startswith("FITS on 4 × L4 24 GB: peak ")
     assert second == "with zero1, 4 rows, nothing recomputed"
     assert "rules of thumb" in out
     assert "kind  activations" in out
@@ -71,6 +73,7 @@ def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (("--gpus", "2xL4", "--lora", "r=4"), "--lora and --quantize are for models of transf"),
         (("--gpus", "2xL4", "--micro-batch", "3"), "such as 18"),
         (("--gpus", "2xL4", "--global-batch", "many"), "no quantity"),
+        (("--gpus", "4xL4", "--global-batch", "130"), "nearest is --global-batch 512"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_one_sentence(
@@ -87,3 +90,40 @@ def test_a_question_that_cannot_be_answered_is_one_sentence(
 )
 def test_quantities_are_read_as_people_write_them(text: str, number: int) -> None:
     assert quantity(text) == number
+
+
+def test_what_is_written_for_a_folder_is_a_recipe(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder, written = tiny("llama", tmp_path), tmp_path / "new.yaml"
+    changes = ("--lora", "r=4", "--quantize", "nf4", "--seq", "32", "--global-batch", "64")
+    code, out, _ = plan(capsys, str(folder), "--gpus", "2xL4", *changes, "--write", str(written))
+    assert code == 0
+    recipe = read_recipe(written)
+    assert recipe.model.source == str(folder)
+    assert (recipe.adapter.rank, recipe.model.quantization.bits, recipe.data.context) == (4, 4, 32)
+    assert recipe.batch.rows == 2
+    assert f"with {recipe.sharding.strategy}, {recipe.batch.micro} row" in out
+
+
+def test_what_is_written_trains_as_it_was_chosen(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written = tmp_path / "new.yaml"
+    code, *_ = plan(capsys, str(recipe_file(tmp_path)), "--gpus", "2xL4", "--write", str(written))
+    assert code == 0
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(written), "--run.steps", "1", "--run.eval_every", "1"])
+    assert not caught.value.code
+    assert "done      saved in" in capsys.readouterr().out
+
+
+def test_no_recipe_names_a_function(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(4, 4), torch.zeros(2, 4)\n"
+    )
+    model, written = f"{tmp_path}/net.py:build", tmp_path / "new.yaml"
+    code, _, error = plan(capsys, model, "--gpus", "2xL4", "--write", str(written))
+    assert code == 1
+    assert "a recipe cannot name" in error
+    assert not written.exists()

@@ -32,7 +32,7 @@ from shardwise.memory.parameters import Bucket
 from shardwise.optim.norm import chosen, clip_gradients, places_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.plan import order
-from shardwise.plan.blueprint import draw_on
+from shardwise.plan.blueprint import draw_on, units_of
 from shardwise.plan.forecast.memory import MemoryForecast, forecast
 from shardwise.plan.printed import Layouts, Schedule
 from shardwise.plan.schedule.events import Mode, Order
@@ -75,9 +75,10 @@ class Sharded:
             warn_of_one_unit(self.model, self.units, self.placement)
 
     def _build(self) -> None:
-        given = (self.model, self.wrap, self.placement, self.options)
-        self._blueprint = draw_on(self._mesh.grid, self.comm.device, *given)
-        units, specs = self._blueprint.units, self._blueprint.specs
+        units = units_of(self.model, self.wrap, self.options)
+        given = (self.comm.device, units, self.placement, self.options)
+        self._blueprint = draw_on(self._mesh.grid, *given)
+        specs = self._blueprint.specs
         self._forwards = Forwards(self.model, units, self.options, self.comm.device)
         if self.options.compile:
             self._say("the first step compiles %d units, which may take minutes", len(units))

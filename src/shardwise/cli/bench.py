@@ -15,7 +15,7 @@ import click
 import torch
 
 from shardwise.cli.plan import HERE
-from shardwise.cli.planned import Planned, planned
+from shardwise.cli.planned import planned
 from shardwise.cli.tables import table
 from shardwise.comm.machine.environment import read_launch
 from shardwise.config.strategies import STRATEGIES
@@ -29,7 +29,8 @@ from shardwise.integrations.side_by_side import (
 from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import known
-from shardwise.plan.forecast.search import Planner, Question
+from shardwise.plan.forecast.planner import Planner
+from shardwise.plan.forecast.question import Question
 
 MEMORY_STEPS = 3
 
@@ -51,7 +52,21 @@ class Bench:
         """The command line that asks for it again."""
         words = [self.model, f"--rounds={self.rounds}", f"--rows={self.rows}"]
         words += [f"--seq={self.seq}"] * (self.seq is not None)
+        words += [f"--machines={self.machines}"] * (self.machines is not None)
         return [*words, *(f"--engine={name}" for name in self.engines)]
+
+    def question(self, ranks: int) -> Question:
+        """The question about this machine: without its entry, only about its device's memory."""
+        if self.machines is not None:
+            here = known().with_file(self.machines).machine(HERE, ranks)
+        else:
+            device, machine = (
+                torch.accelerator.current_accelerator(),
+                known().machine("H100", ranks),
+            )
+            kind = "cpu" if device is None else device.type
+            here = replace(machine, accelerator=replace(machine.accelerator, device=kind))
+        return replace(planned(self.model, here, ranks, length=self.seq).question, rows=None)
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,7 @@ class Row:
     peak: int | None = None
     planned_peak: int | None = None
     planned_milliseconds: float | None = None
+    mfu: float | None = None
 
 
 def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bool) -> list[Row]:
@@ -92,10 +108,9 @@ def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bo
 
 
 def _as_a_rank(bench: Bench, memory: str | None, result: Path | None, as_json: bool) -> None:
-    asked = planned(bench.model, bench.seq, None, None)
-    args, kwargs = asked.inputs(bench.rows)
-    subject = Subject(asked.model, args, kwargs, asked.loss, asked.arguments)
     with process_group() as rank:
+        asked = bench.question(int(os.environ["WORLD_SIZE"]))
+        subject = Subject(asked.model, *asked.inputs(bench.rows), asked.loss, asked.arguments)
         say = _say if rank == 0 else lambda _: None
         if memory is not None:
             answer: Any = peak_memory(subject, memory, MEMORY_STEPS)
@@ -107,32 +122,20 @@ def _as_a_rank(bench: Bench, memory: str | None, result: Path | None, as_json: b
         _print([Row(**row) for row in answer], bench, as_json)
 
 
-def _rows(asked: Planned, bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    work = Planner(_question(asked, 1)).forecast(Candidate("no_shard", bench.rows)).time.work
-    ranks, rows = int(os.environ["WORLD_SIZE"]), []
+def _rows(asked: Question, bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    time = Planner(asked).forecast(Candidate("no_shard", bench.rows)).time
+    rows, peak = [], asked.machine.accelerator.peak("bf16") if bench.machines else None
     for one in measured:
         steps = 1e3 / one.milliseconds
-        rates = work.tokens * ranks * steps, work.flops * steps
-        rows.append(asdict(Row(one.engine, one.milliseconds, *rates, one.sent)))
+        rates = time.work.tokens * asked.ranks * steps, time.work.flops * steps
+        mfu = None if peak is None else rates[1] / peak
+        rows.append(asdict(Row(one.engine, one.milliseconds, *rates, one.sent, mfu=mfu)))
     return rows
-
-
-def _question(asked: Planned, ranks: int, machines: Path | None = None) -> Question:
-    """A question about this machine; without its entry, about the memory of its device alone."""
-    if machines is not None:
-        here = known().with_file(machines).machine(HERE, ranks)
-    else:
-        device, machine = torch.accelerator.current_accelerator(), known().machine("H100", ranks)
-        kind = "cpu" if device is None else device.type
-        here = replace(machine, accelerator=replace(machine.accelerator, device=kind))
-    given = asked.model, asked.inputs, here, ranks
-    return Question(*given, arguments=asked.arguments, loss=asked.loss)
 
 
 def _planned(rows: Sequence[Row], bench: Bench) -> list[Row]:
     """The rows with what the plan says of ours."""
-    asked = planned(bench.model, bench.seq, None, None)
-    planner = Planner(_question(asked, bench.nproc, bench.machines))
+    planner = Planner(bench.question(bench.nproc))
     return [_beside_the_plan(row, bench, planner) for row in rows]
 
 

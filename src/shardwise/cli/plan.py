@@ -16,16 +16,18 @@ import yaml
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.planned import Planned, planned
 from shardwise.comm.machine.environment import read_launch
+from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
 from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.plan.forecast.ask import ask, devices
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine, known
-from shardwise.plan.forecast.search import Question
 from shardwise.plan.forecast.verdict import Verdict
+from shardwise.recipe.read import set_key
 
 HERE = "here"  # the name of a calibrated machine
 QUANTITY = re.compile(r"([\d.,_]+) *([kmgbt]?)(?:i?b(?:ytes?)?|tok(?:ens?)?)?", re.IGNORECASE)
+CLOSE = 0.1  # a global batch may be changed by so much, so that ranks have equal parts
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
 
@@ -58,10 +60,17 @@ class Asked:
     def rows(self, subject: Planned) -> int | None:
         """Rows of a step; from tokens the nearest number that the ranks can share."""
         if self.global_batch is None:
-            return subject.rows
-        rows = quantity(self.global_batch) / subject.length
-        of_a_rank = self.micro_batch or 1
-        return max(1, round(rows / self.ranks / of_a_rank)) * self.ranks * of_a_rank
+            return subject.question.rows
+        tokens, at_a_time = quantity(self.global_batch), self.ranks * (self.micro_batch or 1)
+        of_one = at_a_time * subject.length
+        times = max(1, round(tokens / of_one))
+        if abs(times * of_one / max(tokens, 1) - 1) > CLOSE:
+            raise ConfigError(
+                f"{tokens:,} tokens in a step cannot be shared by {self.ranks:,} ranks in rows of "
+                f"{subject.length:,}. The nearest is --global-batch {times * of_one:,}, or choose "
+                "fewer ranks or another --seq."
+            )
+        return times * at_a_time
 
     @property
     def rank_of_lora(self) -> int | None:
@@ -87,9 +96,13 @@ def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Pa
     if write is not None and write.exists():
         raise ConfigError(f"{write} exists, and nothing was written. Name another file.")
     with without_their_noise():
-        verdict = answer(model, asked)
+        subject, verdict = answer(model, asked)
+    if write is not None and subject.recipe is None:
+        raise ConfigError(
+            f"a recipe cannot name {model}, so nothing was written. Leave --write out."
+        )
     if write is not None:
-        _write(write, model, verdict.best.candidate)
+        _write(write, subject, verdict)
     if as_json:
         click.echo(json.dumps(verdict.as_json()))
     else:
@@ -116,21 +129,23 @@ def run_calibrate(path: Path, nproc: int) -> int:
     return 0
 
 
-def answer(model: str, asked: Asked) -> Verdict:
-    """The verdict on ``model``; raises ``ConfigError`` for what is not known or cannot be."""
-    subject = planned(model, asked.seq, asked.rank_of_lora, asked.quantize)
-    question = Question(
-        subject.model,
-        subject.inputs,
+def answer(model: str, asked: Asked) -> tuple[Planned, Verdict]:
+    """The subject that was asked about, and the verdict.
+
+    Raises:
+        ConfigError: a name is not known, or numbers do not go together.
+    """
+    subject = planned(
+        model,
         asked.machine(),
         asked.ranks,
-        asked.rows(subject),
-        subject.optimizer,
-        subject.arguments,
-        loss=subject.loss,
+        length=asked.seq,
+        lora=asked.rank_of_lora,
+        quantize=asked.quantize,
     )
+    subject = subject._replace(question=replace(subject.question, rows=asked.rows(subject)))
     tokens = None if asked.tokens is None else quantity(asked.tokens)
-    return ask(question, _chosen(subject, asked), tokens)
+    return subject, ask(subject.question, _chosen(subject, asked), tokens)
 
 
 def _chosen(subject: Planned, asked: Asked) -> Candidate | None:
@@ -138,17 +153,16 @@ def _chosen(subject: Planned, asked: Asked) -> Candidate | None:
     if asked.strategy is None and asked.micro_batch is None:
         return subject.chosen
     chosen = subject.chosen or Candidate("full_shard", 1)
-    strategy = asked.strategy or chosen.strategy
+    strategy = placement_of(asked.strategy or chosen.strategy).name
     return replace(chosen, strategy=strategy, micro_batch=asked.micro_batch or chosen.micro_batch)
 
 
-def _write(path: Path, model: str, candidate: Candidate) -> None:
-    """Write a recipe with what was chosen."""
-    is_recipe = model.endswith((".yaml", ".yml")) and Path(model).is_file()
-    given = yaml.safe_load(Path(model).read_text("utf-8")) if is_recipe else {}
-    recipe: dict[str, Any] = given if is_recipe else {"model": {"from": str(Path(model))}}
-    for key, value in candidate.recipe.items():
-        section, _, name = key.partition(".")
-        recipe.setdefault(section, {})[name] = value
+def _write(path: Path, subject: Planned, verdict: Verdict) -> None:
+    """Write a recipe of what was chosen."""
+    recipe: dict[str, Any] = dict(subject.recipe or {})
+    rows = subject.question.rows or verdict.best.candidate.micro_batch * verdict.ranks
+    keys = {"data.context": subject.length, "batch.rows": rows, **verdict.recipe}
+    for key, value in keys.items():
+        set_key(recipe, key, value)
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
     click.echo(f"wrote {path}", err=True)

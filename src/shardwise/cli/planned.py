@@ -3,68 +3,78 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.cli.models import named_model
-from shardwise.config.precision import Precision
+from shardwise.config.prefetch import Prefetch
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.candidate import Candidate
-from shardwise.plan.forecast.observe import loss_of
-from shardwise.plan.forecast.search import Inputs
-from shardwise.recipe.adapter_config import AdapterConfig
-from shardwise.recipe.quantization_config import QuantizationConfig
+from shardwise.plan.forecast.machine import Machine
+from shardwise.plan.forecast.question import Inputs, Question
+from shardwise.recipe.read import read_recipe
 from shardwise.recipe.recipe import Recipe
-from shardwise.recipe.shipped import shipped
+from shardwise.recipe.shard_arguments import shard_arguments
+from shardwise.recipe.shipped import path_of, shipped
 
 BY_CANDIDATES = ("strategy", "mesh", "unsharded", "activation_checkpointing", "offload", "prefetch")
 LENGTH = 2048  # tokens of a row where nothing says how long it is
+QUANTIZED = {
+    "nf4": {"bits": 4, "type": "nf4"},
+    "fp4": {"bits": 4, "type": "fp4"},
+    "int8": {"bits": 8},
+}
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A model to plan for.
 
     Attributes:
-        model: on the meta device, or as the user's function made it.
-        inputs: rows → arguments of its forward.
+        question: about it; its rows are those of a recipe.
         length: tokens of a row.
-        loss: of what it returns.
-        rows: of a step over all ranks, if a recipe says so.
         chosen: what a recipe has decided.
-        optimizer, arguments: as in ``Question``.
+        recipe: keys by which `shardwise train` trains it; ``None``: a recipe cannot name it.
     """
 
-    model: nn.Module
-    inputs: Callable[[int], Inputs]
+    question: Question
     length: int
-    loss: Callable[[Any], Tensor] = loss_of
-    rows: int | None = None
     chosen: Candidate | None = None
-    optimizer: str = "adamw"
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] | None = None
 
 
-def planned(name: str, length: int | None, lora: int | None, quantize: str | None) -> Planned:
+def planned(
+    name: str,
+    machine: Machine,
+    ranks: int,
+    *,
+    length: int | None = None,
+    lora: int | None = None,
+    quantize: str | None = None,
+) -> Planned:
     """The model of this name: a recipe, a ``config.json`` or its folder, a hub's, a function's.
+
+    Args:
+        machine, ranks: that are asked about.
+        length: of a row, in place of a recipe's.
+        lora, quantize: the rank of adapters, and how the base is quantised: a key of ``QUANTIZED``.
 
     Raises:
         ConfigError: there is none, or it cannot be changed so.
     """
     if name.endswith((".yaml", ".yml", ".toml")) or name in shipped():
         _refuse_changes(name, lora, quantize)
-        return _of_recipe(name, length)
+        return _of_recipe(name, machine, ranks, length)
     path = Path(name)
     if path.name == "config.json" or (path / "config.json").is_file() or _is_of_a_hub(name):
-        return _of_transformers(
-            str(path.parent if path.is_file() else name), length, lora, quantize
-        )
+        source = str(path.parent if path.is_file() else name)
+        return _of_transformers(_keys(source, lora, quantize), machine, ranks, length)
     _refuse_changes(name, lora, quantize)
     found = named_model(name)
     if found.inputs is None:
@@ -72,7 +82,8 @@ def planned(name: str, length: int | None, lora: int | None, quantize: str | Non
             f"{name} gave a model without an input, so what it computes is not known. Return both: "
             "return model, torch.zeros(1, 2048, dtype=torch.int64)."
         )
-    return Planned(found.model, lambda rows: _with_rows(found.inputs, rows), length or LENGTH)
+    question = Question(found.model, lambda rows: _with_rows(found.inputs, rows), machine, ranks)
+    return Planned(question, length or LENGTH)
 
 
 def _is_of_a_hub(name: str) -> bool:
@@ -87,73 +98,85 @@ def _refuse_changes(name: str, lora: int | None, quantize: str | None) -> None:
         )
 
 
-def _of_recipe(path: str, length: int | None) -> Planned:
-    from shardwise.recipe.read import read_recipe
-    from shardwise.recipe.shard_arguments import shard_arguments
+def _of_recipe(path: str, machine: Machine, ranks: int, length: int | None) -> Planned:
     from shardwise.train.decoder import Decoder
     from shardwise.train.model_folder import on_meta
 
-    recipe = read_recipe(path, (), ())
+    recipe = read_recipe(path)
     length = length or recipe.data.context
     if recipe.model.source is None:
         with torch.device("meta"):
             model: nn.Module = Decoder(recipe.model, recipe.tokenizer.vocabulary, length)
     else:
         model = _causal(on_meta(recipe))
+    is_yaml = path_of(path).suffix != ".toml"
+    keys = yaml.safe_load(path_of(path).read_text("utf-8")) if is_yaml else recipe.model_dump()
+    question = _question(recipe, model, machine, ranks, length)
+    return Planned(question, length, _chosen(recipe), keys or {})
+
+
+def _of_transformers(
+    keys: dict[str, Any], machine: Machine, ranks: int, length: int | None
+) -> Planned:
+    from shardwise.train.model_folder import on_meta
+
+    recipe = Recipe.model_validate(keys)
+    model = _causal(on_meta(recipe))
+    longest = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    length = length or min(longest, LENGTH)
+    question = _question(recipe, model, machine, ranks, length)
+    return Planned(replace(question, rows=None), length, None, keys)
+
+
+def _keys(source: str, lora: int | None, quantize: str | None) -> dict[str, Any]:
+    """Return a recipe's keys: computed in bfloat16, and what is trained whole, stored wide."""
+    if quantize and not lora:
+        raise ConfigError(
+            f"--quantize {quantize} is for a base that is not trained. Add --lora r=16."
+        )
+    precision = {"param_dtype": "bfloat16"} | ({} if lora else {"stored_dtype": "float32"})
+    model: dict[str, Any] = {"from": source, "dtype": "bfloat16"}
+    if quantize:
+        model["quantization"] = QUANTIZED[quantize]
+    adapter = {"adapter": {"rank": lora}} if lora else {}
+    return {"model": model, **adapter, "sharding": {"precision": precision}}
+
+
+def _question(
+    recipe: Recipe, model: nn.Module, machine: Machine, ranks: int, length: int
+) -> Question:
     arguments = shard_arguments(recipe.sharding)
-    return Planned(
+    return Question(
         model,
         lambda rows: ((torch.zeros(rows, length, dtype=torch.int64),), _options(model)),
-        length,
-        cross_entropy,
+        machine,
+        ranks,
         recipe.batch.rows,
-        _chosen(recipe),
         recipe.optimizer.name.removeprefix("paged_"),
         {key: value for key, value in arguments.items() if key not in BY_CANDIDATES},
+        loss=cross_entropy,
     )
 
 
 def _chosen(recipe: Recipe) -> Candidate:
-    sharding = recipe.sharding
+    """Return the recipe's own settings; those that candidates do not have as they are written."""
+    sharding, arguments = recipe.sharding, shard_arguments(recipe.sharding)
+    usual = {"unsharded": 0, "prefetch": Prefetch()}
+    written = {key: arguments[key] for key, value in usual.items() if arguments[key] != value}
+    if sharding.activation_offload:
+        written["activation_checkpointing"] = arguments["activation_checkpointing"]
     return Candidate(
         sharding.strategy,
         recipe.batch.micro,
         sharding.mesh,
-        int(bool(sharding.activation_checkpointing)),
+        int(sharding.activation_checkpointing),
         sharding.offload,
+        written=tuple((key, _hashable(value)) for key, value in written.items()),
     )
 
 
-def _of_transformers(
-    source: str, length: int | None, lora: int | None, quantize: str | None
-) -> Planned:
-    from shardwise import hf
-
-    quantization = QuantizationConfig(**_bits(quantize)).config()
-    adapter = AdapterConfig(rank=lora).config()
-    model = _causal(hf.on_meta(source, None, torch.bfloat16, hf.Changes(quantization, adapter)))
-    longest = getattr(model.config, "max_position_embeddings", None) or LENGTH
-    length = length or min(longest, LENGTH)
-    stored = None if lora else torch.float32
-    precision = Precision(param_dtype=torch.bfloat16, stored_dtype=stored)
-    return Planned(
-        model,
-        lambda rows: ((torch.zeros(rows, length, dtype=torch.int64),), _options(model)),
-        length,
-        cross_entropy,
-        arguments={"precision": precision},
-    )
-
-
-def _bits(quantize: str | None) -> dict[str, Any]:
-    if quantize is None:
-        return {}
-    known: dict[str, dict[str, Any]] = {
-        "nf4": {"bits": 4, "type": "nf4"},
-        "fp4": {"bits": 4, "type": "fp4"},
-        "int8": {"bits": 8},
-    }
-    return known[quantize]
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _causal(model: Any) -> Any:

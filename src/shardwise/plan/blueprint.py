@@ -68,7 +68,7 @@ class Blueprint:
             for shape in [spec.layout.shard_shape(slot, spec.position)]
         }
 
-    @property
+    @cached_property
     def nbytes(self) -> dict[str, UnitBytes]:
         """Bytes of each unit."""
         units = self.specs.items()
@@ -87,19 +87,19 @@ class Blueprint:
         return Schedule(*step, self.buckets, plain, self.options.buffers)
 
 
-def draw_on(
-    grid: Grid,
-    device: torch.device,
-    model: nn.Module,
-    wrap: Wrap | None,
-    placement: Placement,
-    options: Options,
-) -> Blueprint:
-    """A blueprint of ``model`` for one rank; arguments are those of ``shard()``."""
+def units_of(model: nn.Module, wrap: Wrap | None, options: Options) -> Units:
+    """The units of ``model``; arguments are those of ``shard()``."""
     wrap = wrap or automatic()
     if options.compile or options.activation_checkpointing:  # which is done block by block
         wrap = replace(wrap, joins=None)
-    units, alignment = choose_units(model, wrap, options.ignored), row(device).alignment
+    return choose_units(model, wrap, options.ignored)
+
+
+def draw_on(
+    grid: Grid, device: torch.device, units: Units, placement: Placement, options: Options
+) -> Blueprint:
+    """A blueprint for one rank of a model with these units."""
+    alignment = row(device).alignment
     cut = {unit.name: specs_of(unit, options, grid, placement, alignment) for unit in units}
     stay = with_residency(cut, units, options.unsharded)
     specs = {name: tuple(each) for name, each in stay.items()}

@@ -16,7 +16,7 @@ from shardwise.comm.machine.environment import local_size
 from shardwise.config.options import Options
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
-from shardwise.plan.blueprint import Blueprint, draw_on
+from shardwise.plan.blueprint import Blueprint, draw_on, units_of
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.wrap import Wrap
 
@@ -65,4 +65,4 @@ def draw(
     name, hybrid = placement.name, placement.hybrid
     shape = shape_of(name, hybrid, world, chosen.mesh, local_size(os.environ))
     grid = Grid.of(rank, world, placement.splits, shape)
-    return draw_on(grid, device, model, wrap, placement, chosen)
+    return draw_on(grid, device, units_of(model, wrap, chosen), placement, chosen)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -298,4 +298,7 @@ def _solve(
     if options.bucketing == "none":
         return chunk_rows(slots[0], world, options.uneven)
     narrowest = min(d.itemsize for d in (dtypes.stored, dtypes.param, dtypes.collected))
-    return solve(slots, world, max(1, alignment // narrowest))
+    return _solved(tuple(slots), world, max(1, alignment // narrowest))
+
+
+_solved = lru_cache(256)(solve)  # a plan cuts the same units for many candidates

@@ -37,9 +37,10 @@ def checkpointing_of(config: ShardingConfig) -> bool | ActivationCheckpointing:
             "sharding.activation_offload keeps the inputs of blocks that are recomputed, and none "
             "is; set sharding.activation_checkpointing: true."
         )
-    return config.activation_checkpointing and ActivationCheckpointing(
-        offload=config.activation_offload
-    )
+    if not config.activation_checkpointing:
+        return False
+    every = int(config.activation_checkpointing)
+    return ActivationCheckpointing(every=every, offload=config.activation_offload)
 
 
 def wrap_of(config: ShardingConfig) -> Wrap:

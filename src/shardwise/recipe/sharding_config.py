@@ -92,7 +92,9 @@ class ShardingConfig(Section):
         description="units: auto, module classes such as [Block], or a minimum parameter count",
     )
     bucketing: Literal["block", "layer", "none"] = Field("block", description="size of a bucket")
-    activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
+    activation_checkpointing: bool | Positive = Field(
+        False, description="recompute blocks in backward; a number n = every n-th block"
+    )
     activation_offload: bool = Field(False, description="and their inputs wait in host memory")
     compile: bool | str = Field(False, description="units, by the device's backend or this one")
     buffers: Literal["local", "broadcast", "average"] = Field(

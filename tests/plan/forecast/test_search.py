@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from shardwise.errors import ConfigError
 from shardwise.plan.forecast.ask import ask, devices
 from shardwise.plan.forecast.candidate import Candidate, candidates, savings
 from shardwise.plan.forecast.machine import known
-from shardwise.plan.forecast.search import Planner, Question
+from shardwise.plan.forecast.planner import Planner
+from shardwise.plan.forecast.question import Question
+from shardwise.plan.forecast.search import fastest, smallest
 from shardwise.plan.forecast.verdict import Verdict
 from tests.plan.forecast.test_repeated import EACH_ALONE, decoder
 
@@ -29,25 +32,47 @@ def question(ranks: int = 8, rows: int | None = None) -> Question:
     return Question(decoder(), inputs, machine, ranks, rows, arguments=BF16)
 
 
-@pytest.mark.parametrize("recompute", [0, 1, 2])
-@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
-def test_memory_and_time_of_all_blocks_follow_from_a_few(strategy: str, recompute: int) -> None:
-    planner = Planner(question())
-    candidate = Candidate(strategy, 4, recompute=recompute)
-    (estimate,) = planner.estimates([candidate], lambda peak, in_host: True)
-    whole = planner.forecast(candidate)
-    assert estimate.peak == pytest.approx(whole.memory.peak, rel=0.02)
-    assert estimate.seconds == pytest.approx(whole.time.seconds, rel=0.05)
+@pytest.mark.parametrize("rows", [None, 64])
+def test_the_fastest_come_first_though_most_are_not_estimated(rows: int | None) -> None:
+    asked = question(32, rows)
+    every = list(candidates(32, 8, [1, 2], wires=(None, "int8")))[::19]
+    planner, limit = Planner(asked), 2.2e6
+    brute = {
+        candidate: planner.seconds(candidate) / asked.rows_of(candidate)
+        for candidate in every
+        if planner.peak(candidate).device < limit
+    }
+    assert 0 < len(brute) < len(every)
+    counting = Counted(asked)
+    few = [*islice(fastest(counting, every, lambda peak: peak.device < limit), 5)]
+    assert [seconds for _, seconds in few] == pytest.approx(sorted(brute.values())[:5])
+    assert counting.estimates < len(brute)
 
 
-def test_estimates_of_several_micro_batches_are_exact_at_each() -> None:
+class Counted(Planner):
+    """Counts estimates."""
+
+    estimates = 0
+
+    def seconds(self, candidate: Candidate) -> float:
+        self.estimates += 1
+        return super().seconds(candidate)
+
+
+@pytest.mark.parametrize("rows", [None, 64])
+def test_no_candidate_is_faster_than_was_thought_possible(rows: int | None) -> None:
+    planner = Planner(question(32, rows))
+    for candidate in list(candidates(32, 8, [1, 2], wires=(None, "int8")))[::37]:
+        least = planner.least(candidate)
+        assert planner.computed(candidate) <= least * (1 + 1e-9)
+        assert least <= planner.seconds(candidate) * (1 + 1e-9), candidate
+
+
+def test_the_smallest_is_found_among_few() -> None:
+    every = list(candidates(8, 8, [1, 4]))
     planner = Planner(question())
-    asked = [Candidate("full_shard", rows) for rows in (1, 2, 8)]
-    estimates = planner.estimates(asked, lambda peak, in_host: False)
-    for estimate in estimates:
-        whole = planner.forecast(estimate.candidate).memory
-        assert estimate.peak == pytest.approx(whole.peak, rel=0.02)
-        assert estimate.seconds == float("inf")  # said not to fit
+    least = min(planner.peak(candidate).device for candidate in every)
+    assert planner.peak(smallest(planner, every)).device == least
 
 
 def test_candidates_are_of_the_machine() -> None:
@@ -55,7 +80,8 @@ def test_candidates_are_of_the_machine() -> None:
     assert of_a_host == {"no_shard", "zero1", "shard_grad_op", "full_shard"}
     meshes = {candidate.mesh for candidate in candidates(32, 8, [1])}
     assert meshes == {None, (4, 8), (2, 16)}
-    assert len(set(candidates(1024, 8, [1, 2, 4]))) > 1000
+    wires = None, "float32", "int8"
+    assert len(set(candidates(1024, 8, [2**n for n in range(7)], wires=wires))) > 10_000
 
 
 def test_every_saving_changes_one_thing() -> None:
@@ -76,7 +102,16 @@ def test_the_fastest_that_fits_is_found(verdict: Verdict) -> None:
     rates = [other.time.tokens_per_second for other in verdict.others]
     assert rates == sorted(rates, reverse=True)
     assert verdict.best.time.tokens_per_second >= rates[0]
-    assert verdict.first_line.startswith("FITS on 8 x H100")
+    assert verdict.first_line.startswith("FITS on 8 × H100")
+
+
+def test_gradients_of_another_dtype_are_offered_but_not_chosen(verdict: Verdict) -> None:
+    assert verdict.best.candidate.wire is None
+    assert {other.candidate.wire for other in verdict.rounded} == {"float32", "int8"}
+    assert "in other dtypes" in str(verdict)
+    planner = Planner(question())
+    plain, narrow = (planner.forecast(Candidate("full_shard", 1, wire=w)) for w in (None, "int8"))
+    assert narrow.time.seconds < plain.time.seconds
 
 
 def test_all_of_a_verdict_is_in_its_json(verdict: Verdict) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import nn
@@ -11,10 +12,12 @@ from torch import nn
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.advice import Advice, Situation, advise
-from shardwise.plan.forecast.candidate import Candidate, candidates, savings
+from shardwise.plan.forecast.candidate import WIRES, Candidate, candidates, savings
 from shardwise.plan.forecast.machine import Link, known
 from shardwise.plan.forecast.observe import Loss, loss_of
-from shardwise.plan.forecast.search import Estimate, Forecast, Inputs, Planner, Question
+from shardwise.plan.forecast.planner import Forecast, Peak, Planner
+from shardwise.plan.forecast.question import Inputs, Question
+from shardwise.plan.forecast.search import fastest, smallest
 from shardwise.plan.forecast.verdict import Errors, Fix, Verdict
 from shardwise.plan.units.wrap import Wrap
 
@@ -99,11 +102,9 @@ def ask(
     if chosen is not None:
         question.check(chosen)
     planner, search = Planner(question), _Search(question)
-    if among is None:
-        among = search.candidates()
-    estimates = sorted(planner.estimates(among, search.fits), key=search.seconds_per_row)
-    others = search.fastest(planner, estimates)
-    best = planner.forecast(chosen) if chosen else search.best(planner, others, estimates)
+    every = list(search.candidates() if among is None else among)
+    others = search.fastest_of_each(planner, [c for c in every if c.wire is None], _strategy)
+    best = planner.forecast(chosen) if chosen else search.best(planner, others, every)
     verdict = Verdict(
         best,
         question.machine,
@@ -111,11 +112,15 @@ def ask(
         search.reserved,
         search.errors,
         others,
+        search.rounded_otherwise(planner, best, every),
         advice=search.advice(),
-        searched=len(estimates),
+        searched=len(every),
         tokens=tokens,
+        recipe=planner.recipe(best.candidate),
     )
-    return verdict if verdict.says == "fits" else replace(verdict, fixes=_fixes(planner, best))
+    return (
+        verdict if verdict.says == "fits" else replace(verdict, fixes=search.fixes(planner, best))
+    )
 
 
 class _Search:
@@ -139,47 +144,89 @@ class _Search:
             of_a_rank = question.rows / question.ranks
             rows = [n for n in rows if of_a_rank % n == 0] or [1]
             question.check(Candidate("full_shard", rows[0]))
-        return candidates(question.ranks, question.machine.per_host, rows, self.is_frozen)
+        others = [wire for wire in WIRES if getattr(torch, wire) is not question.dtypes.reduce]
+        wires = None, *others[: question.ranks - 1]  # one rank sends none
+        return candidates(question.ranks, question.machine.per_host, rows, self.is_frozen, wires)
 
-    def fits(self, peak: float, in_host: float) -> bool:
+    def fits(self, peak: Peak) -> bool:
         """Does it fit, the error included?"""
         machine, more = self.question.machine, 1 + self.errors.memory
-        of_a_host = in_host * min(machine.per_host, self.question.ranks)
+        of_a_host = peak.in_host * min(machine.per_host, self.question.ranks)
         in_host_memory = of_a_host * more <= machine.accelerator.host_memory
-        return in_host_memory and (peak + self.reserved) * more <= self.capacity
+        return in_host_memory and (peak.device + self.reserved) * more <= self.capacity
 
-    def seconds_per_row(self, estimate: Estimate) -> tuple[float, float]:
-        """Time to order by, and of equal ones memory."""
-        rows = 1 if self.question.rows else estimate.candidate.micro_batch
-        return estimate.seconds / rows, estimate.peak
+    def _fits(self, forecast: Forecast) -> bool:
+        return self.fits(Peak(forecast.memory.peak, forecast.memory.in_host))
 
-    def fastest(self, planner: Planner, estimates: Sequence[Estimate]) -> list[Forecast]:
-        """The fastest of each strategy that fits, forecast whole."""
-        first: dict[str, list[Candidate]] = {}
-        for estimate in estimates:
-            if estimate.seconds < float("inf"):
-                first.setdefault(estimate.candidate.strategy, []).append(estimate.candidate)
-        best = []
-        for few in first.values():
-            forecasts = [planner.forecast(candidate) for candidate in few[:EXACT]]
-            forecasts = [f for f in forecasts if self.fits(f.memory.peak, f.memory.in_host)]
-            best += sorted(forecasts, key=_rate, reverse=True)[:1]
-        return sorted(best, key=_rate, reverse=True)
+    def fastest_of_each(
+        self, planner: Planner, every: Sequence[Candidate], kind: Callable[[Candidate], str | None]
+    ) -> list[Forecast]:
+        """The fastest of each kind that fits, forecast whole; the fastest first."""
+        kinds: dict[str | None, list[Candidate]] = {}
+        for candidate in every:
+            kinds.setdefault(kind(candidate), []).append(candidate)
+        best = (self._fastest(planner, alike) for alike in kinds.values())
+        return sorted((f for f in best if f is not None), key=_rate, reverse=True)
+
+    def _fastest(self, planner: Planner, alike: Sequence[Candidate]) -> Forecast | None:
+        """Forecast the first whole until no estimate is faster than the fastest of them."""
+        best: Forecast | None = None
+        for candidate, seconds in islice(fastest(planner, alike, self.fits), EXACT):
+            if best and seconds > best.time.seconds / self.question.rows_of(best.candidate):
+                break
+            whole = planner.forecast(candidate)
+            if self._fits(whole) and (best is None or _rate(whole) > _rate(best)):
+                best = whole
+        return best
+
+    def rounded_otherwise(
+        self, planner: Planner, best: Forecast, every: Sequence[Candidate]
+    ) -> list[Forecast]:
+        """The fastest that fits of each dtype in which gradients could travel, and in bfloat16."""
+        wires = self.fastest_of_each(planner, [c for c in every if c.wire], _wire)
+        if self.question.dtypes.param is not torch.float32:
+            return wires
+        narrow = planner.forecast(replace(best.candidate, computes="bfloat16"))
+        return sorted([*wires, narrow] if self._fits(narrow) else wires, key=_rate, reverse=True)
+
+    def fixes(self, planner: Planner, best: Forecast) -> list[Fix]:
+        """Single changes that save memory: those after which it fits, the fastest first."""
+        changed = {
+            change: planner.forecast(other) for change, other in self._changes(best.candidate)
+        }
+        if more := self._on_more_ranks(best.candidate):
+            changed["twice as many ranks"] = more
+        fixes = [
+            Fix(name, f.memory.peak, _rate(best) / _rate(f), self._fits(f))
+            for name, f in changed.items()
+            if f.memory.peak < best.memory.peak
+        ]
+        return sorted(fixes, key=lambda fix: (not fix.fits, fix.time if fix.fits else fix.peak))
+
+    def _changes(self, chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
+        yield from savings(chosen)
+        if self.question.dtypes.param is torch.float32:
+            yield "compute in bfloat16", replace(chosen, computes="bfloat16")
+
+    def _on_more_ranks(self, chosen: Candidate) -> Forecast | None:
+        question, ranks = self.question, 2 * self.question.ranks
+        if chosen.mesh or (question.rows and question.rows % (ranks * chosen.micro_batch)):
+            return None
+        return Planner(replace(question, ranks=ranks)).forecast(chosen)
 
     def best(
-        self, planner: Planner, others: Sequence[Forecast], estimates: Sequence[Estimate]
+        self, planner: Planner, others: Sequence[Forecast], every: Sequence[Candidate]
     ) -> Forecast:
         """The fastest, with what memory it leaves used for unsharded units if that is faster."""
         if not others:
-            return planner.forecast(min(estimates, key=lambda e: e.peak).candidate)
+            return planner.forecast(smallest(planner, [c for c in every if c.wire is None]))
         best = others[0]
         free = self.capacity / (1 + self.errors.memory) - self.reserved - best.memory.peak
         whole = sum(p.numel() * p.itemsize for p in self.question.model.parameters())
         share = round(min(1.0, free / whole), 2)
         if not best.candidate.unsharded and share > 0 and "shard" in best.candidate.strategy:
             more = planner.forecast(replace(best.candidate, unsharded=share))
-            fits = self.fits(more.memory.peak, more.memory.in_host)
-            if fits and more.time.seconds < best.time.seconds:
+            if self._fits(more) and more.time.seconds < best.time.seconds:
                 return more
         return best
 
@@ -196,6 +243,14 @@ def _elements(param: nn.Parameter) -> int:
     return param.numel() * (2 if param.dtype is torch.uint8 else 1)
 
 
+def _strategy(candidate: Candidate) -> str:
+    return candidate.strategy
+
+
+def _wire(candidate: Candidate) -> str | None:
+    return candidate.wire
+
+
 def _rate(forecast: Forecast) -> float:
     return forecast.time.tokens_per_second
 
@@ -208,14 +263,3 @@ def _inside(link: Link) -> str:
 
 def _plain(link: Link) -> str:
     return "infiniband" if "infiniband" in link.name.lower() else link.name.lower().replace(" ", "")
-
-
-def _fixes(planner: Planner, best: Forecast) -> list[Fix]:
-    """Single changes, those that save most first."""
-    changed = {change: planner.forecast(other) for change, other in savings(best.candidate)}
-    fixes = [
-        Fix(name, f.memory.peak, _rate(best) / _rate(f))
-        for name, f in changed.items()
-        if f.memory.peak < best.memory.peak
-    ]
-    return sorted(fixes, key=lambda fix: fix.peak)

@@ -11,6 +11,7 @@ from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.strategies import PRESETS
 
 Offload = Literal["none", "optimizer", "everything"]
+WIRES = ("float32", "bfloat16", "int8")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "everything")
 RECOMPUTED = {0: "nothing recomputed", 1: "blocks recomputed", 2: "every second block recomputed"}
 
@@ -25,6 +26,9 @@ class Candidate:
         recompute: 0 = no block; n = every n-th.
         unsharded: the part of all full buckets that may stay, in bytes of them.
         prefetch: how many of the largest units are gathered ahead.
+        wire, computes: dtypes in which gradients travel, and of gathered parameters; ``None``: as
+            asked.
+        written: names and values of further arguments of ``shard()``, in place of those of fields.
     """
 
     strategy: str
@@ -34,20 +38,34 @@ class Candidate:
     offload: Offload = "none"
     unsharded: float = 0.0
     prefetch: int = 1
+    wire: str | None = None
+    computes: str | None = None
+    written: tuple[tuple[str, Any], ...] = ()
 
     @property
     def checkpointing(self) -> ActivationCheckpointing | None:
         """Return the option of ``shard()``; ``None``: nothing is recomputed."""
-        return ActivationCheckpointing(every=self.recompute) if self.recompute else None
+        if not self.recompute:
+            return None
+        usual = ActivationCheckpointing(every=self.recompute)
+        written: ActivationCheckpointing = dict(self.written).get("activation_checkpointing", usual)
+        return written
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The keys of a recipe that set it, with names in full."""
+        """The keys of a recipe that set it, with names in full, but for numbers of bytes."""
         keys: dict[str, Any] = {"sharding.strategy": self.strategy}
         keys["batch.micro"] = self.micro_batch
-        keys["sharding.activation_checkpointing"] = bool(self.recompute)
+        every = self.recompute
+        keys["sharding.activation_checkpointing"] = every if every > 1 else bool(every)
         keys["sharding.offload"] = self.offload
-        return keys | ({"sharding.mesh": list(self.mesh)} if self.mesh else {})
+        if self.mesh:
+            keys["sharding.mesh"] = list(self.mesh)
+        if self.wire:
+            keys["sharding.precision.reduce_dtype"] = self.wire
+        if self.computes:
+            keys["sharding.precision.param_dtype"] = self.computes
+        return keys
 
     def __str__(self) -> str:
         words = [self.strategy + (f" {self.mesh[0]} x {self.mesh[1]}" if self.mesh else "")]
@@ -59,17 +77,27 @@ class Candidate:
             words += [f"{self.unsharded:.0%} unsharded"]
         if self.prefetch != 1:
             words += [f"{self.prefetch} units ahead" if self.prefetch else "no prefetch"]
+        words += [f"{name} as written" for name, _ in self.written]
+        if self.wire:
+            words += [f"gradients sent in {self.wire}"]
+        if self.computes:
+            words += [f"computed in {self.computes}"]
         return ", ".join(words)
 
 
 def candidates(
-    ranks: int, per_host: int, micro_batches: Sequence[int], frozen: bool = False
+    ranks: int,
+    per_host: int,
+    micro_batches: Sequence[int],
+    frozen: bool = False,
+    wires: Sequence[str | None] = (None,),
 ) -> Iterator[Candidate]:
     """All that are worth asking about on ``ranks`` ranks in hosts of ``per_host``.
 
     Args:
         micro_batches: rows that a rank may compute at a time.
         frozen: most parameters are, so it may pay that they stay unsharded.
+        wires: dtypes in which gradients may travel.
     """
     for strategy, mesh in _meshes(ranks, per_host):
         placement = PRESETS[strategy]
@@ -79,9 +107,10 @@ def candidates(
             OFFLOADS if placement.splits else OFFLOADS[:1],
             RECOMPUTED,
             micro_batches,
+            wires,
         )
-        for prefetch, unsharded, offload, recompute, rows in choices:
-            yield Candidate(strategy, rows, mesh, recompute, offload, unsharded, prefetch)
+        for prefetch, unsharded, offload, recompute, rows, wire in choices:
+            yield Candidate(strategy, rows, mesh, recompute, offload, unsharded, prefetch, wire)
 
 
 def _meshes(ranks: int, per_host: int) -> Iterator[tuple[str, tuple[int, int] | None]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from shardwise.plan.forecast.advice import Advice
 from shardwise.plan.forecast.machine import Machine
-from shardwise.plan.forecast.search import Forecast
+from shardwise.plan.forecast.planner import Forecast
+from shardwise.plan.forecast.time import TimeForecast
 
 EXIT = {"fits": 0, "does not fit": 2, "within the error": 3}
 WORDS = {"fits": "FITS", "does not fit": "DOES NOT FIT", "within the error": "MAY FIT"}
@@ -28,6 +29,7 @@ class Fix(NamedTuple):
     change: str
     peak: int  # bytes
     time: float  # for each token, beside what it takes now
+    fits: bool  # the error included
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,14 @@ class Verdict:
         machine, ranks: on which.
         reserved: bytes of the device that neither model nor engine has.
         errors: of the forecast.
-        others: further forecasts, the fastest first.
-        fixes: single changes, those that save most first; empty where it fits.
+        others: the fastest of each strategy that fits, the fastest first.
+        rounded: the fastest that fit and round otherwise: gradients travel in another dtype, or
+            the model computes in bfloat16.
+        fixes: single changes, first those after which it fits; empty where it fits.
         advice: of the rules of thumb.
         searched: how many candidates were estimated.
         tokens: of the whole run, where they are known.
+        recipe: the keys of a recipe that set ``best``.
     """
 
     best: Forecast
@@ -52,10 +57,12 @@ class Verdict:
     reserved: int
     errors: Errors
     others: Sequence[Forecast] = ()
+    rounded: Sequence[Forecast] = ()
     fixes: Sequence[Fix] = ()
     advice: Sequence[Advice] = ()
     searched: int = 0
     tokens: int | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -91,13 +98,18 @@ class Verdict:
         time, errors = self.best.time, self.errors
         parts = [
             f"peak {_gb(self.peak)} ({self.peak / self.capacity:.0%}) ± {errors.memory:.0%}",
-            f"{time.tokens_per_second:,.0f} tokens/s per rank ± {errors.time:.0%}",
+            f"{time.tokens_per_second:,.0f} tokens/s per {self._device} ± {errors.time:.0%}",
             f"MFU {time.mfu():.0%}",
         ]
         if self.days is not None and self.tokens is not None:
             parts.append(f"{_duration(self.days)} for {_count(self.tokens)} tokens")
         name = self.machine.accelerator.name
-        return f"{WORDS[self.says]} on {self.ranks:,} x {name}: {', '.join(parts)}"
+        memory = "" if "GB" in name else f" {self.capacity / 1e9:.0f} GB"
+        return f"{WORDS[self.says]} on {self.ranks:,} × {name}{memory}: {', '.join(parts)}"
+
+    @property
+    def _device(self) -> str:
+        return "GPU" if self.machine.accelerator.device in ("cuda", "xpu") else "rank"
 
     def lines(self) -> Iterator[str]:
         """The verdict, and what it rests on."""
@@ -126,6 +138,8 @@ class Verdict:
             "days": self.days,
             **_record(self.best),
             "others": [_record(other) for other in self.others],
+            "rounded": [_record(other) for other in self.rounded],
+            "recipe": dict(self.recipe),
             "fixes": [fix._asdict() for fix in self.fixes],
             "advice": [advice._asdict() for advice in self.advice],
             "searched": self.searched,
@@ -151,20 +165,26 @@ class Verdict:
         if not self.others:
             return
         yield ""
-        yield f"of {self.searched:,} candidates, the fastest of each strategy that fits:"
-        for candidate, memory, time in self.others:
-            peak, rate = _gb(memory.peak + self.reserved), f"{time.tokens_per_second:,.0f}"
-            yield f"  {rate:>8} tokens/s {peak:>9}  {candidate}; {_largest(time.parts)}"
+        fastest = "the fastest of each strategy that fits, and its limit"
+        yield f"of {self.searched:,} candidates, {fastest}:"
+        yield from map(self._other, self.others)
+        if self.rounded:
+            yield "and in other dtypes, which round otherwise:"
+            yield from map(self._other, self.rounded)
+
+    def _other(self, forecast: Forecast) -> str:
+        candidate, memory, time = forecast
+        peak, rate = _gb(memory.peak + self.reserved), f"{time.tokens_per_second:,.0f}"
+        return f"  {rate:>8} tokens/s {peak:>9}  {candidate}; {_largest(time.parts)}"
 
     def _fixes(self) -> Iterator[str]:
         if not self.fixes:
             return
         yield ""
         yield "what would change that, one thing at a time:"
-        for change, peak, time in self.fixes:
-            fits = "fits" if peak + self.reserved <= self.capacity else "does not fit"
-            total = _gb(peak + self.reserved)
-            yield f"  {change:<32} {total:>10}, {fits}; time for a token {time - 1:+.0%}"
+        for change, peak, time, fits in self.fixes:
+            total, says = _gb(peak + self.reserved), "fits" if fits else "does not fit"
+            yield f"  {change:<32} {total:>10}, {says}; time for a token {time - 1:+.0%}"
 
     def _advice(self) -> Iterator[str]:
         if not self.advice:
@@ -176,15 +196,18 @@ class Verdict:
             yield f"  {said:<64} {self._instead(strategy, takes)}".rstrip()
 
     def _instead(self, strategy: str, takes: bool) -> str:
-        """Say how the numbers differ from a rule."""
-        rates = {other.candidate.strategy: other.time.tokens_per_second for other in self.others}
-        fastest = next(iter(rates), None)
-        if strategy == fastest:
-            return "" if takes else "computed: the fastest that fits"
-        if strategy in rates and fastest is not None:
-            slower = rates[fastest] / rates[strategy] - 1
-            return f"computed: {slower:.0%} slower than {fastest}" if takes else ""
-        return "computed: does not fit" if takes and strategy != "diloco" else ""
+        """Say what the numbers say of a strategy, and why, beside a rule's word."""
+        if strategy == "diloco":
+            return "not computed: it trains otherwise"
+        times = {other.candidate.strategy: other.time for other in self.others}
+        if strategy not in times:
+            return "computed: does not fit"
+        fastest, own = next(iter(times.items())), times[strategy]
+        if strategy == fastest[0]:
+            waits = own.parts["exposed communication"] / own.seconds
+            return f"computed: {'' if takes else 'and yet '}the fastest; {waits:.0%} of it waits"
+        slower = fastest[1].tokens_per_second / own.tokens_per_second - 1
+        return f"computed: {slower:.0%} slower than {fastest[0]}: more {_more(own, fastest[1])}"
 
 
 def _record(forecast: Forecast) -> dict[str, Any]:
@@ -201,6 +224,15 @@ def _record(forecast: Forecast) -> dict[str, Any]:
         "mfu": time.mfu(),
         "parts": time.parts,
     }
+
+
+def _more(slow: TimeForecast, fast: TimeForecast) -> str:
+    """The part of a step on which one spends most more for a token."""
+    tokens = slow.tokens_per_second * slow.seconds, fast.tokens_per_second * fast.seconds
+    added = {
+        part: slow.parts[part] / tokens[0] - fast.parts[part] / tokens[1] for part in slow.parts
+    }
+    return _largest(added)
 
 
 def _largest(parts: Mapping[str, float]) -> str:

@@ -1,0 +1,318 @@
+"""Forecasts of candidates for one question; what they share is drawn and observed once.
+
+Memory and time of a model of alike blocks grow by the same amount with each block. So a candidate
+is estimated from two models of few blocks, by the line through both:
+
+    bytes, seconds     │                          / estimate, 80 blocks
+                       │      / 6 blocks
+                       │    / 4 blocks
+
+    shared by candidates with the same             is made
+    micro-batch, recomputation                     an observation of the model
+    strategy, mesh, offload, wire, residency       a blueprint, and its seconds on the link
+    the same, prefetch, recomputation              the engine's bytes at each moment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.comm.grid import Grid, shape_of
+from shardwise.config.options import Options
+from shardwise.config.precision import Precision
+from shardwise.config.prefetch import Prefetch
+from shardwise.config.strategies import placement_of
+from shardwise.plan.blueprint import Blueprint, draw_on, units_of
+from shardwise.plan.forecast import memory, time
+from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.machine import known
+from shardwise.plan.forecast.memory import MemoryForecast
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.forecast.question import Question
+from shardwise.plan.forecast.rates import Rates
+from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
+from shardwise.plan.forecast.time import TimeForecast
+from shardwise.plan.forecast.work import StepWork
+
+R = TypeVar("R")
+
+
+class Forecast(NamedTuple):
+    """Memory and time of a candidate."""
+
+    candidate: Candidate
+    memory: MemoryForecast
+    time: TimeForecast
+
+
+class Peak(NamedTuple):
+    """Bytes at most on the device, and in host memory."""
+
+    device: float
+    in_host: float
+
+
+class _Depth(NamedTuple):
+    """The model with so many blocks; ``stack``: ``None`` if it has none that are alike."""
+
+    model: nn.Module
+    stack: Stack | None
+    blocks: int
+
+
+class Planner:
+    """Forecasts for one question."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._made: dict[Hashable, Any] = {}
+        accelerator = question.machine.accelerator
+        self._contention = Rates(accelerator, question.kernels, known().constants).contention
+
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """The whole model, exactly. Raises ``ConfigError``: its rows cannot be split so."""
+        self.question.check(candidate)
+        depth = self._whole(candidate.recompute)
+        blueprint, work = self._blueprint(candidate, depth), self._work(candidate, depth)
+        modes = (
+            memory.forecast(blueprint, work.order, work, self.question.optimizer, mode)
+            for mode, _ in time.modes(self.question.micro_batches(candidate))
+        )
+        most = max(modes, key=lambda each: each.peak)
+        return Forecast(candidate, most, self._time(candidate, depth))
+
+    # ---- estimates -----------------------------------------------------------------------------
+
+    def peak(self, candidate: Candidate) -> Peak:
+        """Estimate its memory."""
+        return Peak(*self._line(candidate, partial(self._peaks, candidate)))
+
+    def activations(self, candidate: Candidate) -> float:
+        """Bytes of activations at most: less than any strategy takes."""
+
+        def most(depth: _Depth) -> tuple[float]:
+            alive, within, _ = _activations(self._work(candidate, depth))
+            return (float((alive + within).max()),)
+
+        key = "activations", candidate.micro_batch, candidate.recompute
+        return self._once(key, lambda: self._line(candidate, most)[0])
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Estimate a step of it."""
+        return self._line(candidate, lambda depth: (self._time(candidate, depth).seconds,))[0]
+
+    def computed(self, candidate: Candidate) -> float:
+        """Seconds in which the device computes, in a step: less than any strategy takes."""
+        alone = replace(Candidate("no_shard", candidate.micro_batch), recompute=candidate.recompute)
+
+        def total(depth: _Depth) -> tuple[float]:
+            (first, _), *_ = self._time(alone, depth).micro_batches
+            return (first.computed.total,)
+
+        key = "computed", candidate.micro_batch, candidate.recompute
+        once = self._once(key, lambda: self._line(candidate, total)[0])
+        return once * self.question.micro_batches(candidate)
+
+    def least(self, candidate: Candidate) -> float:
+        """Seconds below which no step of it is, however well the link is hidden.
+
+        Computing beside it is slowed by ``contention``. So of the link's seconds, at most
+        ``1 / (1 + contention)`` cost nothing, and those only while there is something to compute.
+        """
+        times = [n for _, n in time.modes(self.question.micro_batches(candidate))]
+
+        def busy(depth: _Depth) -> tuple[float, ...]:
+            whole = self._time(candidate, depth)
+            links = [
+                sum(each.stop - each.start for each in one.intervals if each.lane == "link")
+                for one, _ in whole.micro_batches
+            ]
+            return whole.optimizer, *links
+
+        key = "busy", *_drawn(candidate), candidate.recompute, len(times)
+        optimizer, *links = self._once(key, lambda: self._line(candidate, busy))
+        computed, slowed = self.computed(candidate) / sum(times), 1 - 1 / (1 + self._contention)
+        walks = (max(s, computed + slowed * min(s, computed)) for s in links)
+        return optimizer + sum(n * walk for n, walk in zip(times, walks, strict=True))
+
+    def _line(
+        self, candidate: Candidate, at: Callable[[_Depth], tuple[float, ...]]
+    ) -> tuple[float, ...]:
+        """Follow the lines through the values at two depths to the depth of the whole model."""
+        depths = self._depths(candidate.recompute)
+        first, *second = map(at, depths)
+        if not second:
+            return first
+        stack, (few, more) = depths[0].stack, (depth.blocks for depth in depths)
+        assert stack is not None
+        further = (stack.depth - more) / (more - few)
+        return tuple(b + (b - a) * further for a, b in zip(first, *second, strict=True))
+
+    # ---- memory and time -----------------------------------------------------------------------
+
+    def _peaks(self, candidate: Candidate, depth: _Depth) -> tuple[float, float]:
+        """Bytes at most on the device, and in host memory."""
+        mode = time.modes(self.question.micro_batches(candidate))[0][0]
+        key = (*_drawn(candidate), candidate.prefetch, candidate.recompute, mode, depth.blocks)
+        work = self._work(candidate, depth)
+
+        def make() -> _Engine:
+            blueprint = self._blueprint(candidate, depth)
+            given = blueprint, work.order, work, self.question.optimizer, mode
+            return _Engine.of(memory.forecast(*given), work)
+
+        return self._once(key, make).peaks(work)
+
+    def _time(self, candidate: Candidate, depth: _Depth) -> TimeForecast:
+        asked, times = self.question, self.question.micro_batches(candidate)
+        drawn = self._blueprint(candidate, depth), self._work(candidate, depth)
+        return time.forecast(*drawn, asked.machine, asked.kernels, times, asked.optimizer)
+
+    # ---- what candidates share -----------------------------------------------------------------
+
+    def _once(self, key: Hashable, make: Callable[[], R]) -> R:
+        if key not in self._made:
+            self._made[key] = make()
+        return cast("R", self._made[key])
+
+    def _whole(self, recompute: int) -> _Depth:
+        model, period = self.question.model, max(1, recompute)
+        stack = self._once(("stack", period), lambda: stack_of(model, period))
+        return _Depth(model, stack, stack.depth if stack else 0)
+
+    def _depths(self, recompute: int) -> list[_Depth]:
+        whole = self._whole(recompute)
+        if whole.stack is None:
+            return [whole]
+        few, period = whole.stack.kept, whole.stack.period
+        return [self._shallow(whole.stack, few), self._shallow(whole.stack, few + period)]
+
+    def _shallow(self, stack: Stack, blocks: int) -> _Depth:
+        made = self._once(("model", blocks), lambda: shallow(self.question.model, stack, blocks))
+        return _Depth(made, stack, blocks)
+
+    def _blueprint(self, candidate: Candidate, depth: _Depth) -> Blueprint:
+        key = "blueprint", *_drawn(candidate), depth.blocks
+        drawn = self._once(key, lambda: self._draw(candidate, depth))
+        if candidate.prefetch == 1:  # the largest unit, as usual, or as written
+            return drawn
+        ahead = candidate.prefetch * max(unit.gathered for unit in drawn.nbytes.values())
+        return replace(drawn, policy=replace(drawn.policy, prefetch=Prefetch(ahead, ahead)))
+
+    def _draw(self, candidate: Candidate, depth: _Depth) -> Blueprint:
+        question, placement = self.question, placement_of(candidate.strategy)
+        given = dict(question.arguments)
+        wrap = given.pop("wrap", None)
+        whole = sum(p.numel() * p.itemsize for p in depth.model.parameters())
+        options = Options(
+            **given
+            | {
+                "offload": candidate.offload,
+                "unsharded": int(candidate.unsharded * whole),
+                "activation_checkpointing": candidate.checkpointing or False,
+                "precision": self._precision(candidate),
+                **dict(candidate.written),
+            }
+        )
+        units = self._once(
+            ("units", bool(candidate.recompute), depth.blocks),
+            lambda: units_of(depth.model, wrap, options),
+        )
+        shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, None)
+        grid = Grid.of(0, question.ranks, placement.splits, shape)
+        device = torch.device(question.machine.accelerator.device)
+        return draw_on(grid, device, units, placement, options)
+
+    def _precision(self, candidate: Candidate) -> Precision:
+        names = {"reduce_dtype": candidate.wire, "param_dtype": candidate.computes}
+        dtypes: Any = {key: getattr(torch, name) for key, name in names.items() if name}
+        return replace(self.question.precision, **dtypes)
+
+    def _work(self, candidate: Candidate, depth: _Depth) -> StepWork:
+        rows, how = candidate.micro_batch, (candidate.checkpointing, candidate.computes)
+
+        def make() -> StepWork:
+            observed = self._once(("observed", rows, how), observe_few)
+            return deepen(observed, depth.stack, depth.blocks) if depth.stack else observed
+
+        def observe_few() -> StepWork:
+            few = self._shallow(depth.stack, depth.stack.kept) if depth.stack else depth
+            args, kwargs = self.question.inputs(rows)
+            given = few.model, self._blueprint(candidate, few).units, args, kwargs
+            asked = self._precision(candidate), self.question.loss
+            return observe(*given, candidate.checkpointing, *asked)
+
+        return self._once(("work", rows, how, depth.blocks), make)
+
+    def recipe(self, candidate: Candidate) -> dict[str, Any]:
+        """The keys of a recipe that set it, with names in full."""
+        drawn = self._blueprint(candidate, self._whole(candidate.recompute))
+        keys, ahead = candidate.recipe, drawn.policy.prefetch.forward
+        if candidate.unsharded:
+            keys["sharding.unsharded"] = drawn.options.unsharded
+        if ahead is not None:
+            keys["sharding.prefetch.forward"] = keys["sharding.prefetch.backward"] = ahead
+        return keys
+
+
+def _drawn(candidate: Candidate) -> tuple[Any, ...]:
+    """Return what a blueprint depends on."""
+    c = candidate
+    return (
+        c.strategy,
+        c.mesh,
+        c.offload,
+        c.unsharded,
+        c.written,
+        c.wire,
+        c.computes,
+        bool(c.recompute),
+    )
+
+
+class _Engine(NamedTuple):
+    """The engine's bytes at each moment of a step, without activations."""
+
+    peaks_of_engine: Any  # of each moment
+    in_host: Any
+    spans: Any  # how many spans lie before it
+    is_span: Any
+    inputs: int
+
+    @classmethod
+    def of(cls, whole: MemoryForecast, work: StepWork) -> _Engine:
+        """Take the activations of ``work`` away from the forecast made with it."""
+        is_span = np.array([moment.event is None for moment in whole.moments])
+        spans = np.cumsum(is_span) - is_span
+        peaks = np.array([moment.peak for moment in whole.moments], dtype=np.int64)
+        in_host = np.array([moment.in_host for moment in whole.moments], dtype=np.int64)
+        engine = cls(peaks, in_host, spans, is_span, work.inputs)
+        levels, hosted = engine._activations(work)
+        return engine._replace(peaks_of_engine=peaks - levels, in_host=in_host - hosted)
+
+    def peaks(self, work: StepWork) -> tuple[int, int]:
+        """Bytes at most on the device, and in host memory, with the activations of ``work``."""
+        levels, hosted = self._activations(work)
+        more = work.inputs - self.inputs
+        return int((self.peaks_of_engine + levels).max()) + more, int((self.in_host + hosted).max())
+
+    def _activations(self, work: StepWork) -> tuple[Any, Any]:
+        """Bytes of activations at each moment, at most, and those in host memory."""
+        alive, within, hosted = _activations(work)
+        after = self.spans + self.is_span
+        return alive[self.spans] + within[self.spans] * self.is_span, hosted[after]
+
+
+def _activations(work: StepWork) -> tuple[Any, Any, Any]:
+    """Bytes before each span and after the last, at most above that within it, and in the host."""
+    every = (*work.forward, *work.backward)
+    alive = np.cumsum([0, *(span.grown for span in every)])
+    within = np.array([*(span.peak for span in every), 0])
+    return alive, within, np.cumsum([0, *(span.in_host for span in every)])

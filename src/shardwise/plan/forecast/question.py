@@ -1,0 +1,76 @@
+"""A training run that is asked about: what no candidate chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config.precision import Dtypes, Precision
+from shardwise.errors import ConfigError
+from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.machine import Machine
+from shardwise.plan.forecast.observe import Loss, loss_of
+from shardwise.plan.forecast.rates import Kernels
+
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A training run that is asked about.
+
+    Attributes:
+        model: on the meta device.
+        inputs: rows of a micro-batch → arguments of the model's forward.
+        machine: of the ranks.
+        ranks: how many there are.
+        rows: of a step, over all ranks; ``None``: one micro-batch of each rank.
+        optimizer: its name.
+        arguments: of ``shard()`` that no candidate chooses, such as ``wrap`` and ``precision``.
+        kernels: the software that computes.
+        loss: of what the model returns.
+    """
+
+    model: nn.Module
+    inputs: Callable[[int], Inputs]
+    machine: Machine
+    ranks: int
+    rows: int | None = None
+    optimizer: str = "adamw"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    kernels: Kernels = field(default_factory=Kernels)
+    loss: Loss = loss_of
+
+    @property
+    def precision(self) -> Precision:
+        """Return the argument of ``shard()``."""
+        precision: Precision = self.arguments.get("precision", Precision())
+        return precision
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The dtypes of what is trained, if no candidate says others."""
+        trained = (param.dtype for param in self.model.parameters() if param.requires_grad)
+        return self.precision.of(next(trained, torch.float32), trainable=True)
+
+    def micro_batches(self, candidate: Candidate) -> int:
+        """Micro-batches of a step on each rank."""
+        return 1 if self.rows is None else self.rows // (candidate.micro_batch * self.ranks)
+
+    def rows_of(self, candidate: Candidate) -> int:
+        """Rows for which its step is compared with others': where they have as many, one."""
+        return candidate.micro_batch if self.rows is None else 1
+
+    def check(self, candidate: Candidate) -> None:
+        """Raises ``ConfigError`` if the rows of a step cannot be split so."""
+        at_a_time = candidate.micro_batch * self.ranks
+        if self.rows is not None and (self.rows < at_a_time or self.rows % at_a_time):
+            raise ConfigError(
+                f"{self.rows:,} rows in a step cannot be split into micro-batches of "
+                f"{candidate.micro_batch:,} on each of {self.ranks:,} ranks. Choose a multiple of "
+                f"{at_a_time:,}, such as {max(1, round(self.rows / at_a_time)) * at_a_time:,}."
+            )

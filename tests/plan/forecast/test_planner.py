@@ -1,0 +1,53 @@
+"""Estimates from a few blocks agree with forecasts of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.config.prefetch import Prefetch
+from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.planner import Planner
+from tests.plan.forecast.test_search import question
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
+def test_memory_and_time_of_all_blocks_follow_from_a_few(strategy: str, recompute: int) -> None:
+    planner = Planner(question())
+    candidate = Candidate(strategy, 4, recompute=recompute)
+    whole = planner.forecast(candidate)
+    assert planner.peak(candidate).device == pytest.approx(whole.memory.peak, rel=0.02)
+    assert planner.seconds(candidate) == pytest.approx(whole.time.seconds, rel=0.05)
+
+
+def test_estimates_of_several_micro_batches_are_exact_at_each() -> None:
+    planner = Planner(question())
+    for rows in (1, 2, 8):
+        candidate = Candidate("full_shard", rows)
+        whole = planner.forecast(candidate).memory
+        assert planner.peak(candidate).device == pytest.approx(whole.peak, rel=0.02)
+        assert planner.activations(candidate) < whole.peak
+
+
+def test_what_a_recipe_has_written_is_judged_as_it_is() -> None:
+    planner = Planner(question())
+    plain, kept, late = (
+        planner.forecast(Candidate("full_shard", 1, written=written)).memory.peak
+        for written in ((), (("unsharded", "model.layers.*"),), (("prefetch", Prefetch(0, 0)),))
+    )
+    assert kept > plain > late
+
+
+def test_a_recipe_sets_all_that_was_chosen() -> None:
+    chosen = Candidate("hybrid_shard", 2, (4, 8), 2, "optimizer", unsharded=0.5, prefetch=2)
+    keys = Planner(question(32)).recipe(chosen)
+    ahead = keys.pop("sharding.prefetch.forward")
+    assert ahead == keys.pop("sharding.prefetch.backward") > 0
+    assert keys.pop("sharding.unsharded") > 0
+    assert keys == {
+        "sharding.strategy": "hybrid_shard",
+        "batch.micro": 2,
+        "sharding.activation_checkpointing": 2,
+        "sharding.offload": "optimizer",
+        "sharding.mesh": [4, 8],
+    }
