@@ -31,7 +31,7 @@ FRONT_DOORS = {  # they list all their options, typed, by keyword
     *("optim/fused __init__", "optim/muon __init__", "hf/load load", "tracing/stages trace"),
     "plan/forecast/ask plan",
 }
-ENGINE_BUDGET = 12_950  # a ratchet: lines with docstrings, without blanks and comments
+ENGINE_BUDGET = 12_953  # a ratchet: lines with docstrings, without blanks and comments
 CHECKPOINT_BUDGET, CONVERT_BUDGET = 5_580, 1_174  # ratchets; docs/decisions.md says what they are
 PRIVATE_OF_TORCH = {
     *("_version", "_base", "_cdata", "_parameters", "_buffers", "_modules", "_sequence_nr"),
@@ -145,11 +145,12 @@ _ENGINE = {
     *("comm", "optim"),
 }
 # They lie beside the engine's files and are not of it: drawings, what a step will cost, guards
-# against other engines, and a loss function that only asks the engine to gather a head.
+# against other engines, a loss function that only asks the engine to gather a head, and a look at
+# the host's networks.
 _BESIDE = {
     "api/nn",
     *("plan/draw", "plan/bytes", "plan/forecast", "runtime/other_engines", "errors/projections"),
-    "memory/shard_tensor/adapter_order",
+    *("memory/shard_tensor/adapter_order", "comm/machine/interfaces"),
 }
 
 

@@ -1,0 +1,94 @@
+"""The network interfaces of this host: which one leads to an address, which one peers can reach.
+
+gloo listens at the address that the host's name resolves to, which on many systems is 127.0.1.1:
+ranks of other hosts then wait for ever. The interface that leads to rank 0 is the right one.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+import struct
+from collections.abc import Sequence
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.comm.machine.accelerators import Accelerator, row
+
+SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+# Networks of this host alone: containers and virtual machines.
+OF_THIS_HOST = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "podman")
+
+
+_GLOO = row("cpu").socket_interface
+
+
+class Interface(NamedTuple):
+    """One network interface and one of its addresses."""
+
+    name: str
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """Every interface that has an address; on other systems than Linux none is known."""
+    if platform.system() != "Linux":
+        return []
+    return [*_ipv4(), *_ipv6()]
+
+
+def _ipv4() -> list[Interface]:
+    import fcntl  # of Unix alone
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asked, SIOCGIFADDR, request)
+            except OSError:  # it has none
+                continue
+            found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    return found
+
+
+def _ipv6() -> list[Interface]:
+    """Addresses that are valid beyond one link."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text("ascii").splitlines()
+    except OSError:
+        return []
+    parts = (line.split() for line in lines)
+    found = [Interface(name, str(IPv6Address(int(bits, 16)))) for bits, *_, name in parts]
+    return [one for one in found if not ip_address(one.address).is_link_local]
+
+
+def interface_to(host: str) -> Interface | None:
+    """The interface by which this host sends to ``host``; ``None`` if that is not known."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as asked:
+            asked.connect(place)  # of UDP: looks at the routes, and sends nothing
+            source = asked.getsockname()[0]
+    except OSError:
+        return None
+    return next((one for one in interfaces() if one.address == source), None)
+
+
+def interface_variables(accelerator: Accelerator, address: str) -> dict[str, str]:
+    """Variables that name the interface to rank 0 at ``address``; none if it is not known.
+
+    A name that leads to this host's loopback may lead elsewhere on others, so it says nothing.
+    """
+    found = interface_to(address)
+    if found is None or (ip_address(found.address).is_loopback and address != found.address):
+        return {}
+    return dict.fromkeys((_GLOO, accelerator.socket_interface), found.name)
+
+
+def reachable(found: Sequence[Interface]) -> list[Interface]:
+    """Interfaces that other hosts may reach: private networks first, then IPv4. Pure."""
+    others = [one for one in found if not one.name.startswith(OF_THIS_HOST)]
+    parsed = {one: ip_address(one.address) for one in others}
+    return sorted(others, key=lambda one: (not parsed[one].is_private, parsed[one].version))
