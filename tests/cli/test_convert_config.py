@@ -62,11 +62,11 @@ def test_accelerates_file_also_says_how_to_start(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(capsys, here, "default_config.yaml", "--output", "r.yaml")
-    assert read_recipe(here / "r.yaml").sharding.strategy == "shard_grad_op"
-    assert (
-        "# Start: torchrun --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 10.0.0.1 "
-        "--master-port 29500 -m shardwise.cli train r.yaml\n"
-    ) in (here / "r.yaml").read_text("utf-8")
+    recipe = read_recipe(here / "r.yaml")
+    assert recipe.sharding.strategy == "shard_grad_op"
+    assert (recipe.launch.nodes, recipe.launch.nproc) == (2, 4)
+    assert (recipe.launch.address, recipe.launch.port) == ("10.0.0.1", 29500)
+    assert "# Start: shardwise launch r.yaml\n" in (here / "r.yaml").read_text("utf-8")
 
 
 def test_from_dialect_to_dialect_by_way_of_the_environment(
@@ -104,7 +104,7 @@ def test_the_first_documents_command_is_a_recipe(
     (here / "finetune.sh").write_text(document("finetune.sh"), "utf-8")
     convert(capsys, here, "finetune.sh", strict=False)
     text = (here / "finetune.recipe.yaml").read_text("utf-8")
-    assert "# Start: shardwise train finetune.recipe.yaml --nproc 8\n" in text
+    assert "# Start: shardwise train finetune.recipe.yaml\n" in text
     tree = yaml.safe_load(text)
     assert tree["run"] == {
         "folder": "lora_out",
@@ -155,6 +155,7 @@ DIFFERENCES = {
         "sharding.prefetch.forward": "the order is known before the first step, so it is on",
         "checkpoint.save_total_limit": "all are kept, and there are none",
         "run.seed": "Trainer's 42 is as good as 0",
+        "launch.nproc": "a recipe is for any number of devices",
     },
     "llama3-8b-qlora": {
         "data.source": "the program has a name to be filled in",

@@ -243,7 +243,8 @@ def test_the_file_of_accelerate_is_read_explained_and_converted() -> None:
     }
     assert Recipe.model_validate(recipe).sharding.wrap == 100_000_000
     launch = {key: value for key, value in elsewhere.items() if key.startswith("launch.")}
-    assert list(launch.values()) == [8, 2, 1, "10.0.0.1", 29500]
+    assert list(launch.values()) == [8, 1]  # ranks, and this machine's number
+    assert recipe["launch"] == {"nodes": 2, "address": "10.0.0.1", "port": 29500}
 
 
 def test_two_sizes_make_fsdp2_hybrid_and_an_environment_says_the_same() -> None:

@@ -190,7 +190,7 @@ def _tree(path: Path, text: str) -> dict[str, Any]:
 
 def _recipe(report: Report, source: Path, output: Path) -> Iterator[str]:
     """The recipe, and as comments what a recipe has no key for."""
-    tree, elsewhere = report.places()
+    tree, elsewhere = recipe_of(report)
     yield f"# From {source.name}. Keys that are not here have their default.\n"
     for entry in report.entries:
         if entry.status == "fill in":
@@ -203,17 +203,16 @@ def _recipe(report: Report, source: Path, output: Path) -> Iterator[str]:
     yield yaml.safe_dump(tree, sort_keys=False)
 
 
+def recipe_of(report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a recipe has, with the ranks of one machine, and the rest by place."""
+    tree, elsewhere = report.places()
+    if ranks := report.policy.processes:
+        tree.setdefault("launch", {})["nproc"] = ranks // (report.policy.machines or 1)
+    return tree, elsewhere
+
+
 def _launch(policy: Policy, recipe: Path) -> str:
     """The command that starts as many ranks on as many machines."""
-    machines, ranks = policy.machines or 1, policy.processes or 1
-    if machines == 1:
-        return f"shardwise train {recipe} --nproc {ranks}"
-    options = {
-        "nnodes": machines,
-        "nproc-per-node": ranks // machines,
-        "node-rank": policy.machine_rank or 0,
-        "master-addr": policy.address,
-        "master-port": policy.port,
-    }
-    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
-    return f"torchrun {' '.join(words)} -m shardwise.cli train {recipe}"
+    if (policy.machines or 1) == 1:
+        return f"shardwise train {recipe}"
+    return f"shardwise launch {recipe}"

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -41,6 +41,8 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         options: of the launch.
     """
     launch = read_launch(os.environ)
+    if launch is None and options.nproc is None and recipe.launch.nodes == 1:
+        options = replace(options, nproc=recipe.launch.nproc)
     _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe)
     try:
         if launch is None and (options.nproc not in (None, 1) or options.restarts):

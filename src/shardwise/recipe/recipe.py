@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from shardwise.errors import ConfigError
 from shardwise.recipe.adapter_config import AdapterConfig
 from shardwise.recipe.data_config import BatchConfig, DataConfig
+from shardwise.recipe.launch_config import LaunchConfig
 from shardwise.recipe.logging_config import LoggingConfig
 from shardwise.recipe.model_config import ModelConfig, TokenizerConfig
 from shardwise.recipe.section import DeviceName, Epochs, Positive, Section
@@ -152,7 +153,7 @@ class RunConfig(Section):
 
 
 class Recipe(Section):
-    """Everything that defines a run, except the number of processes."""
+    """Everything that defines a run; what ``launch`` says of machines changes no result."""
 
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -165,6 +166,7 @@ class Recipe(Section):
     sample: SampleConfig = SampleConfig()
     run: RunConfig = RunConfig()
     logging: LoggingConfig = LoggingConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="after")
     def _a_quantised_base_has_an_adapter(self) -> Self:

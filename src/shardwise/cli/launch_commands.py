@@ -1,0 +1,112 @@
+"""Commands that start a run on several machines, or ask how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise.cli.diagnostic_commands import CONTEXT_SETTINGS
+
+# --- launch ----------------------------------------------------------------------------------
+
+LAUNCH = """\
+Print or write what starts RECIPE on several machines: docs/many-machines.md.
+
+\b
+What starts the ranks:
+  (nothing)   torchrun: a line to paste on each node; with --start, become torchrun on this one
+  --slurm     a batch script, which saves before its time is up and goes on
+  --mpi       becomes mpirun, with cores for each rank
+  --ray       a program for Ray Train
+  --k8s       a TrainJob of Kubeflow Trainer
+  --sky       a task of SkyPilot
+
+What a recipe's section `launch` says need not be said again. Every rank needs the same recipe and
+the same version. The printed token is secret.
+
+\b
+Examples:
+  shardwise launch my.yaml --nodes 2 --nproc 8
+  shardwise launch my.yaml --slurm --nodes 4 --nproc 8 --run.steps 1000
+  shardwise launch my.yaml --mpi --hostfile hosts
+"""
+
+
+@click.command(
+    "launch",
+    help=LAUNCH,
+    short_help="Start a run on several machines.",
+    context_settings={"ignore_unknown_options": True, **CONTEXT_SETTINGS},
+)
+@click.argument("recipe", type=click.Path())
+@click.option("--nodes", type=click.IntRange(min=1), help="Machines.")
+@click.option("--nproc", type=click.IntRange(min=1), help="Ranks of each machine.")
+@click.option("--hosts", help="Names or addresses of all machines, by rank, with commas.")
+@click.option(
+    "--hostfile",
+    "host_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A file with a line HOST slots=N for each machine.",
+)
+@click.option("--address", help="Of node 0.  [default: a private one of this host]")
+@click.option("--port", type=click.IntRange(1, 65_535), help="At that address.")
+@click.option("--interface", help="Network interface of every machine.  [default: found]")
+@click.option("--restarts", type=click.IntRange(min=0), help="After a rank died.")
+@click.option("--node-rank", type=click.IntRange(min=0), help="With --start: which this is.")
+@click.option("--start", is_flag=True, help="Start this node's ranks, by torchrun.")
+@click.option("--slurm", "by", flag_value="slurm", help="Write a batch script of SLURM.")
+@click.option("--mpi", "by", flag_value="mpi", help="Become mpirun.")
+@click.option("--ray", "by", flag_value="ray", help="Write a program for Ray Train.")
+@click.option("--k8s", "by", flag_value="k8s", help="Write a TrainJob for Kubernetes.")
+@click.option("--sky", "by", flag_value="sky", help="Write a task of SkyPilot.")
+@click.option("--image", default="shardwise", show_default=True, help="Of --k8s: the Dockerfile's.")
+@click.option("--accelerator", default="H100", show_default=True, help="Of --sky.")
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="The file to write."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file to write.")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
+def launch(recipe: str, overrides: tuple[str, ...], hosts: str | None, **options: Any) -> None:
+    """The command; its help is ``LAUNCH``."""
+    from shardwise.cli.launch import LaunchOptions, run_launch
+
+    keys = ("by", "nodes", "nproc", "address", "port", "interface", "restarts")
+    given = {key: options.pop(key) for key in keys}
+    if hosts is not None:
+        given["hosts"] = tuple(filter(None, hosts.split(",")))
+    run_launch((recipe, *overrides), given, LaunchOptions(**options))
+
+
+# --- init ------------------------------------------------------------------------------------
+
+INIT = """\
+Ask a few questions, and write FILE: one recipe for every machine.
+
+The questions are those of `accelerate config`; what it wrote is offered as answers. FILE says
+nothing of one machine alone, so the same file serves on all of them.
+
+\b
+Examples:
+  shardwise init my.yaml
+  shardwise init my.yaml --accelerate default_config.yaml --yes
+"""
+
+
+@click.command(
+    "init", help=INIT, short_help="Ask, and write a recipe.", context_settings=CONTEXT_SETTINGS
+)
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--recipe", default="demo", show_default=True, help="The recipe to start from.")
+@click.option(
+    "--accelerate",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="What `accelerate config` wrote.",
+)
+@click.option("--yes", is_flag=True, help="Ask nothing: take what is offered.")
+def init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> None:
+    """The command; its help is ``INIT``."""
+    from shardwise.cli.init import run_init
+
+    run_init(file, recipe, accelerate, yes)

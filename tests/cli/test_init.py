@@ -1,0 +1,85 @@
+"""``shardwise init``: asked at a terminal, and what is written."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.cli.init import questions
+from shardwise.recipe.read import read_recipe
+from tests.dialects.test_interpret import ASKED_V1
+
+ANSWERS = {
+    "What starts the ranks": "slurm",
+    "Machines": "4",
+    "Ranks of each machine": "8",
+    "Strategy": "hybrid_shard",
+    "Precision": "bf16",
+}
+
+
+def test_a_terminal_is_asked_a_few_questions_once(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "shardwise.cli", "init", str(file)])
+    text, left = "", dict(ANSWERS)
+    while chunk := _read(terminal):
+        text += chunk
+        last = text.splitlines()[-1]
+        for question in [each for each in left if last.startswith(each) and last.endswith(": ")]:
+            os.write(terminal, f"{left.pop(question)}\n".encode())
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, text
+    assert left == {}
+    recipe = read_recipe(file)
+    assert (recipe.launch.by, recipe.launch.nodes, recipe.launch.nproc) == ("slurm", 4, 8)
+    assert recipe.launch.address is None  # SLURM knows it
+    assert recipe.sharding.strategy == "hybrid_shard"
+    assert recipe.sharding.precision.param_dtype == "bfloat16"
+    assert f"wrote     {file}: shardwise launch {file}" in text
+
+
+def _read(terminal: int) -> str:
+    try:
+        return os.read(terminal, 4096).decode()
+    except OSError:  # of Linux, when the other end is closed
+        return ""
+
+
+def test_what_accelerate_config_wrote_is_taken_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, file = tmp_path / "default_config.yaml", tmp_path / "my.yaml"
+    theirs.write_text(ASKED_V1, "utf-8")
+    arguments = ["init", str(file), "--accelerate", str(theirs), "--yes"]
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    launch = read_recipe(file).launch
+    assert launch.model_dump(include={"nodes", "nproc", "address", "port"}) == EXPECTED
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert "exists and is not replaced" in capsys.readouterr().err
+
+
+EXPECTED = {"nodes": 2, "nproc": 4, "address": "10.0.0.1", "port": 29500}
+
+
+def test_what_is_known_is_offered() -> None:
+    known = {"launch.nodes": 3, "sharding.precision.param_dtype": "bfloat16"}
+    offered = {one.key: one.offered for one in questions(known, devices=8, address="10.0.0.2")}
+    assert offered == {
+        "launch.by": "torchrun",
+        "launch.nodes": 3,
+        "launch.nproc": 8,
+        "launch.address": "10.0.0.2",
+        "launch.port": 29500,
+        "sharding.strategy": "full_shard",
+        "sharding.precision": "bf16",
+    }

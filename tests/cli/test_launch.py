@@ -1,0 +1,143 @@
+"""``shardwise launch``: what is printed and written, and what is started in its place."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import launch, main
+from shardwise.comm.machine.interfaces import Interface
+
+RECIPE = "run: {device: cpu}\nlaunch: {nodes: 2, nproc: 4, address: 10.0.0.2}\n"
+
+
+class Became(Exception):
+    """What stands for the program that this process became."""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe, on a host with one address."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(RECIPE, "utf-8")
+    own = Interface("eth1", "10.0.0.2")
+    monkeypatch.setattr(launch, "interfaces", lambda: [own])
+    monkeypatch.setattr(launch, "interface_to", lambda _: own)
+    monkeypatch.delenv("SHARDWISE_RUN_TOKEN", raising=False)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", *arguments])
+    out, error = capsys.readouterr()
+    assert caught.value.code == code, error
+    return out + error
+
+
+def torchrun_lines(text: str) -> list[list[str]]:
+    return [shlex.split(line) for line in text.splitlines() if " torchrun " in line]
+
+
+def test_the_lines_of_both_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "my.yaml", "--run.steps", "10")
+    first, second = torchrun_lines(text)
+    assert "--node-rank=0" in first
+    assert "--node-rank=1" in second
+    assert first[-5:] == ["shardwise.cli", "train", "my.yaml", "--run.steps", "10"]
+    # This host's interface is known; the other finds its own, whose name may be another.
+    assert "GLOO_SOCKET_IFNAME=eth1" in first
+    assert "GLOO_SOCKET_IFNAME=eth1" not in second
+    tokens = set(re.findall(r"SHARDWISE_RUN_TOKEN=(\w{32})", text))
+    assert len(tokens) == 1
+    assert "meeting   10.0.0.2:29500, this host's eth1" in text
+
+
+def test_one_line_for_every_node(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "my.yaml", "--nodes", "3", "--hosts", "10.0.0.2,b,c")
+    [line] = [line for line in text.splitlines() if line.endswith("--start")]
+    words = shlex.split(line)
+    assert words[1:4] == ["shardwise", "launch", "my.yaml"]
+    assert "--hosts=10.0.0.2,b,c" in words
+    assert "--node-rank=$NODE_RANK" in shlex.split(
+        next(x for x in said(capsys, "my.yaml", "--nodes", "3").splitlines() if "--start" in x)
+    )
+
+
+def test_a_node_starts_as_that_line_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became = []
+
+    def become(_program: str, words: list[str], environ: dict[str, str]) -> None:
+        became.append((words, environ))
+        raise Became
+
+    monkeypatch.setattr(os, "execvpe", become)
+    assert "SHARDWISE_RUN_TOKEN is not set" in said(capsys, "my.yaml", "--start", code=1)
+    monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "secret")
+    monkeypatch.setenv("RANK", "7")
+    with pytest.raises(Became):
+        main(["launch", "my.yaml", "--start"])
+    [(words, environ)] = became
+    assert "--node-rank=0" in words  # it has the address
+    assert environ["SHARDWISE_RUN_TOKEN"] == "secret"
+    assert "RANK" not in environ
+    assert capsys.readouterr().out.startswith("note      this shell has set RANK=7")
+
+
+def test_mpirun_takes_this_ones_place(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    def become(_program: str, words: list[str], environ: dict[str, str]) -> None:
+        assert environ["MASTER_ADDR"] == "a"
+        raise Became(" ".join(words))
+
+    monkeypatch.setattr(os, "execvpe", become)
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/mpirun")
+    (here / "hosts").write_text("a slots=4\nb slots=4\n", "utf-8")
+    (here / "m.yaml").write_text("run: {device: cpu}\n", "utf-8")
+    with pytest.raises(Became, match=r"^mpirun -n 8 --hostfile hosts "):
+        main(["launch", "m.yaml", "--mpi", "--hostfile", "hosts"])
+    text = said(capsys, "m.yaml", "--mpi", "--hostfile", "hosts", "--nproc", "5", code=1)
+    assert "each node has 5 ranks, and a takes 4." in text
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "line"),
+    [
+        ("--slurm", "my.sbatch", "sbatch my.sbatch"),
+        ("--ray", "my.ray.py", "python my.ray.py"),
+        ("--k8s", "my.k8s.yaml", "kubectl apply -f my.k8s.yaml"),
+        ("--sky", "my.sky.yaml", "sky jobs launch --secret SHARDWISE_RUN_TOKEN=$(openssl rand"),
+    ],
+)
+def test_a_file_for_each_launcher(
+    capsys: pytest.CaptureFixture[str], here: Path, option: str, name: str, line: str
+) -> None:
+    assert f"wrote     {name}: {line}" in said(capsys, "my.yaml", option)
+    assert (here / name).exists()
+    assert f"{name} exists" in said(capsys, "my.yaml", option, code=1)
+    said(capsys, "my.yaml", option, "--overwrite")
+
+
+def test_a_file_with_the_token_is_for_its_owner_alone(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    said(capsys, "my.yaml", "--k8s")
+    assert (here / "my.k8s.yaml").stat().st_mode & 0o777 == 0o600
+
+
+def test_how_many_ranks_a_node_elsewhere_has_is_asked_for(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "gpu.yaml").write_text("launch: {nodes: 2}\n", "utf-8")
+    assert "Pass --nproc" in said(capsys, "gpu.yaml", "--slurm", code=1)
+
+
+def test_one_node_needs_no_other_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "shardwise train demo --nproc=2" in said(capsys, "demo", "--nproc", "2")
