@@ -27,7 +27,7 @@ from shardwise.comm.machine.devices import (
     index_of,
 )
 from shardwise.comm.machine.environment import Launch, read_launch
-from shardwise.comm.machine.interfaces import interface_variables
+from shardwise.comm.machine.interfaces import choose_interface
 from shardwise.comm.machine.meeting import Meeting, new_client
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.backend import BackendComm
@@ -77,8 +77,7 @@ def connect(
         name = load_backend(accelerator).name
         dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
         return LocalComm(this_device, Shutdown(callback=dist.destroy_process_group))
-    for name, value in interface_variables(accelerator, launch.address).items():
-        os.environ.setdefault(name, value)
+    choose_interface(accelerator, launch.address)
     backend, open_axes = load_backend(accelerator), partial(_new_axes, this_device.type, timeout)
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

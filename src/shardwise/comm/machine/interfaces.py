@@ -6,6 +6,7 @@ ranks of other hosts then wait for ever. The interface that leads to rank 0 is t
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import struct
@@ -74,6 +75,12 @@ def interface_to(host: str) -> Interface | None:
     except OSError:
         return None
     return next((one for one in interfaces() if one.address == source), None)
+
+
+def choose_interface(accelerator: Accelerator, address: str) -> None:
+    """Set what ``interface_variables`` says, unless the user has set it."""
+    for name, value in interface_variables(accelerator, address).items():
+        os.environ.setdefault(name, value)
 
 
 def interface_variables(accelerator: Accelerator, address: str) -> dict[str, str]:
