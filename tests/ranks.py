@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing as mp
+import os
 import pickle
 import socket
 import tempfile
@@ -16,9 +17,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ from shardwise.plan.units import wrap
 T = TypeVar("T")
 
 wrap.JOINED_NBYTES = 0  # models of tests are small, and each of their blocks is to be a unit
+ENVIRONMENT = dict(os.environ)  # before any test has changed it
 HUNG = "it did not end in time, and was killed"
 
 
@@ -179,10 +183,16 @@ def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:
 
 
 def fork_server() -> ForkServerContext:
-    """Forks processes that have imported torch already, and what its optimizers and FSDP import."""
+    """Forks processes that have imported torch already, and what its optimizers and FSDP import.
+
+    They have no variable of the test that happens to start the server, which other tests use, too.
+    """
     context = mp.get_context("forkserver")
     ours = ["tests.ranks", "shardwise.api.sharded", "shardwise.comm.machine.connect"]
     context.set_forkserver_preload([*ours, "pytest", "numpy.testing", "torch._dynamo"])
+    before_tests = {name: ENVIRONMENT[name] for name in ENVIRONMENT.keys() & os.environ.keys()}
+    with mock.patch.dict(os.environ, before_tests, clear=True):
+        forkserver.ensure_running()
     return context
 
 

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
 from shardwise.comm.protocol import Comm
-from tests.ranks import outcomes_of, run_processes, run_threads
+from tests.ranks import fork_server, outcomes_of, run_processes, run_threads
 
 ROOT = Path(__file__).parent.parent
 
@@ -102,3 +103,16 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, pids))
+
+
+def test_the_server_of_all_processes_has_no_variable_of_the_test_that_starts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = dict[str, str]()
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: seen.update(os.environ))
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "3")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    fork_server()
+    assert "ZE_AFFINITY_MASK" not in seen
+    assert seen["HF_HUB_OFFLINE"] == "1"
+    assert os.environ["ZE_AFFINITY_MASK"] == "3"

@@ -103,9 +103,7 @@ def seconds(program: Program) -> dict[str, float]:
     start, times, said = perf_counter(), dict[str, float](), list[str]()
     waited, settings = [*program.ends], {**os.environ}
     settings.pop("PYTHONDONTWRITEBYTECODE", None)  # ours is compiled once, as what pip installs
-    with subprocess.Popen(  # noqa: S603 - ours
-        program.command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=settings
-    ) as process:
+    with _started(program.command, settings) as process:
         assert process.stdout is not None
         for line in process.stdout:
             said.append(line)
@@ -117,6 +115,17 @@ def seconds(program: Program) -> dict[str, float]:
     if waited:
         raise RuntimeError(f"{program.command} ended before {waited[0]}: {''.join(said[-20:])}")
     return times
+
+
+def _started(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    """SIGQUIT ends it, also where a shell lets what runs in the background ignore that."""
+    before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(  # noqa: S603 - ours
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        )
+    finally:
+        signal.signal(signal.SIGQUIT, before)
 
 
 def program_of(name: str, model: Path, pairs: Path, folder: str) -> Program:

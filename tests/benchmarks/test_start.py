@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,14 @@ from shardwise.recipe.read import read_recipe
 SAYS = "import time; print('imports is over', flush=True); time.sleep(0.2); print('data is over')"
 
 
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN], ids=["", "in the background"])
+def _sigquit(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = signal.signal(signal.SIGQUIT, request.param)
+    yield
+    signal.signal(signal.SIGQUIT, before)
+
+
+@pytest.mark.usefixtures("_sigquit")
 def test_a_phase_lasts_from_the_line_before_until_its_own_and_the_command_no_longer() -> None:
     ends = {phase: TRAINER[phase] for phase in ("imports", "data")}
     code = f"{SAYS}; import sys; sys.stdout.flush(); time.sleep(600)"

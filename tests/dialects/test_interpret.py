@@ -362,6 +362,8 @@ def test_the_arguments_of_fsdp2_are_torchs_objects() -> None:
     policy = report.policy
     assert (policy.strategy, policy.offload) == ("shard_grad_op", "everything")
     assert policy.mixed_precision == "bf16"
+    text = status(report, "mp_policy.param_dtype")[1]
+    assert "torch 2.15 sends them in the parameters' own dtype" in text
     assert read({"offload_policy": OffloadPolicy()}, "fsdp2", strict=True).policy.offload == "none"
     assert status(read({"reshard_after_forward": 4}, "fsdp2"), "reshard_after_forward") == (
         "contradictory",

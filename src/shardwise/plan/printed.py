@@ -105,9 +105,8 @@ class Schedule:
             text += f"  # all-gather over replicate, {part}, {sends}: {event.reason}"
         elif event.op in (Op.REDUCE, Op.AVERAGE):
             parts = self.grid.shard.size if event.op is Op.AVERAGE else 1
-            summed = size(self.nbytes[event.unit].gradients // parts)
-            sends = f"sends {size(self.sent(event))}"
-            text += f"  # {self._sum(event)}, {summed}, {sends}: {event.reason}"
+            summed, sent = self.nbytes[event.unit].gradients // parts, self.sent(event)
+            text += f"  # {self._sum(event)}, {size(summed)}, sends {size(sent)}: {event.reason}"
         elif event.reason:
             text += f"  # {event.reason}"
         return text.rstrip()

@@ -228,7 +228,6 @@ def connect_to(
     plugins = Path(folder) / str(rank)
     write_plugins(plugins, device)
     sys.path.insert(0, str(plugins))
-    os.environ.pop("PT_HPU_LAZY_MODE", None)  # of a test during which the fork server was started
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     given: list[object] = []

@@ -125,6 +125,8 @@ def test_ranks_of_srun_meet_on_the_first_host_of_its_list(nodes: str, first: str
         ({"RANK": "-1", "WORLD_SIZE": "2", **MASTER}, "RANK=-1 and WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "two", **MASTER}, "WORLD_SIZE='two'"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT=0 in the environment is no port"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 in the environment is no port"),
         (SRUN | {"RANK": "0"}, "has RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         (MPIRUN | {"OMPI_COMM_WORLD_RANK": "4"}, "mpirun says rank 4 of 4"),
     ],

@@ -85,7 +85,12 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     _check(rank, size, f"RANK={rank} and WORLD_SIZE={size}")
     if size == 1:
         return Launch(rank, size, local_rank)
-    return Launch(rank, size, local_rank, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
+    if not 0 < (port := _number(environ, "MASTER_PORT")) < 1 << 16:
+        raise ConfigError(
+            f"MASTER_PORT={port} in the environment is no port at which ranks can meet. Set the same "
+            "free one for all, from 1 to 65535, or start with torchrun, which finds one."
+        )
+    return Launch(rank, size, local_rank, environ["MASTER_ADDR"], port)
 
 
 def local_size(environ: Mapping[str, str]) -> int | None:
