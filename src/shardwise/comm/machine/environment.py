@@ -87,8 +87,8 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
         return Launch(rank, size, local_rank)
     if not 0 < (port := _number(environ, "MASTER_PORT")) < 1 << 16:
         raise ConfigError(
-            f"MASTER_PORT={port} in the environment is no port at which ranks can meet. Set the same "
-            "free one for all, from 1 to 65535, or start with torchrun, which finds one."
+            f"MASTER_PORT={port} in the environment is no port at which ranks can meet. Set the "
+            "same free one for all, from 1 to 65535, or start with torchrun, which finds one."
         )
     return Launch(rank, size, local_rank, environ["MASTER_ADDR"], port)
 
