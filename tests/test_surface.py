@@ -29,7 +29,7 @@ MOST_PARAMETERS = 8  # counting self; the aim is 6
 FRONT_DOORS = {  # they list all their options, typed, by keyword
     *("api/shard shard", "checkpoint/api save", "checkpoint/api save_async"),
     *("optim/fused __init__", "optim/muon __init__", "hf/load load", "tracing/stages trace"),
-    "plan/forecast/ask plan",
+    *("plan/forecast/ask plan", "outer/diloco __init__"),
 }
 ENGINE_BUDGET = 12_957  # a ratchet: lines with docstrings, without blanks and comments
 CHECKPOINT_BUDGET, CONVERT_BUDGET = 5_580, 1_174  # ratchets; docs/decisions.md says what they are
@@ -56,7 +56,7 @@ FLOORS = (
     {"runtime", "optim", "dialects"},
     {"setup", "checkpoint"},
     {"api", "convert"},
-    {"hf", "tracing", "doctor"},
+    {"hf", "tracing", "doctor", "outer"},
     {"__init__", "train", "integrations"},
     {"report"},
     {"cli", "__main__"},

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         ShardUseError,
         ShardwiseError,
     )
+    from shardwise.outer.diloco import DiLoCo
     from shardwise.plan.forecast.ask import plan
     from shardwise.plan.units import wrap
     from shardwise.tracing import Recording, Trace, record, trace
@@ -62,6 +63,7 @@ __all__ = [
     "Comm",
     "ConfigError",
     "DamagedCheckpoint",
+    "DiLoCo",
     "Loaded",
     "OptimizerError",
     "Placement",
@@ -106,6 +108,7 @@ _DEFINING_MODULES = (
     "api.shard",
     "api.sharded",
     "checkpoint",
+    "outer.diloco",
     "tracing",
 )
 _MODULES = {

@@ -18,6 +18,7 @@ from shardwise.train.batches import (
     permutation,
     rank_batches,
 )
+from shardwise.train.worker import Worker
 from tests.recorder.clocks import DEVICE
 from tests.recorder.device import Device
 
@@ -52,6 +53,16 @@ def test_a_negative_index_fills_the_shape_and_counts_for_nothing() -> None:
     assert batch.ids.shape == (2, 10)
     assert batch.targets[0].tolist() == list(range(21, 31))
     assert batch.targets[1].tolist() == [IGNORED] * 10
+
+
+def test_workers_that_train_apart_take_rows_of_their_own() -> None:
+    config = BatchConfig(rows=3, micro=1)
+    own = [
+        Batches(Rows(np.arange(121, dtype=np.int32), 10), config, 5, 0, 1, Worker(n, 2))
+        for n in (0, 1)
+    ]
+    seen = [batch.ids[0, 0].item() for of in own for step in (0, 1) for batch in of.step(step)]
+    assert sorted(seen) == list(range(0, 120, 10))
 
 
 # --- the global batch ------------------------------------------------------------------------

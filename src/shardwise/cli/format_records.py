@@ -34,6 +34,7 @@ from shardwise.train.records import (
     Warned,
     plural,
 )
+from shardwise.train.worker import Exchanged
 
 MAX_RANK_COLUMNS = 4  # ranks that get a column each
 LABELLED = "of the places with a target only, some at a time"
@@ -245,6 +246,13 @@ def _finished(r: Finished) -> list[str]:
     return ["", _labelled("done", saved + ", ".join(r.files))]
 
 
+def _exchanged(r: Exchanged) -> str:
+    workers = f"{plural(len(r.workers), 'worker')} ({', '.join(map(str, r.workers))})"
+    return (
+        f"step {r.step:,}  exchanged by {workers}, {size(r.sent)} sent, {size(r.received)} received"
+    )
+
+
 _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Prepared: _prepared,
     PreparedSamples: _prepared_samples,
@@ -255,6 +263,7 @@ _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Sampled: lambda r: ["", *_sampled(r)],
     Placed: lambda r: ["", *_placed(r)],
     Predicted: lambda r: [_predicted(r)],
+    Exchanged: lambda r: [_exchanged(r)],
     Warned: lambda r: [_labelled("warning", r.message)],
     Busy: lambda r: [_labelled("busy", f"{r.what}, {r.seconds:.0f} s so far")],
     Saved: lambda r: [_saved(r)],

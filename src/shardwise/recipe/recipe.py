@@ -17,6 +17,7 @@ from shardwise.recipe.data_config import BatchConfig, DataConfig
 from shardwise.recipe.launch_config import LaunchConfig
 from shardwise.recipe.logging_config import LoggingConfig
 from shardwise.recipe.model_config import ModelConfig, TokenizerConfig
+from shardwise.recipe.outer_config import OuterConfig
 from shardwise.recipe.section import DeviceName, Epochs, Positive, Section
 from shardwise.recipe.sharding_config import ShardingConfig
 
@@ -164,6 +165,7 @@ class Recipe(Section):
     sharding: ShardingConfig = ShardingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
+    outer: OuterConfig = OuterConfig()
     run: RunConfig = RunConfig()
     logging: LoggingConfig = LoggingConfig()
     launch: LaunchConfig = LaunchConfig()

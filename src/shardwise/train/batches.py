@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import BatchConfig
 from shardwise.train.tokenizer import Tokens
+from shardwise.train.worker import ALONE, Worker
 
 IGNORED = -100  # ignore_index of F.cross_entropy
 
@@ -215,6 +216,7 @@ class Batches:
         config: rows per step and per forward pass.
         seed: of the order.
         rank, ranks: of this process.
+        worker: one of several that train apart; each takes rows of its own.
     """
 
     rows: RowSource
@@ -222,6 +224,7 @@ class Batches:
     seed: int
     rank: int
     ranks: int
+    worker: Worker = ALONE
     _permutations: dict[int, Indices] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -268,7 +271,8 @@ class Batches:
         return self.rows.targets(self._of_step(step))
 
     def _of_step(self, step: int) -> Indices:
-        return self.samples(step * self.config.rows, self.config.rows)
+        batch = step * self.worker.workers + self.worker.number
+        return self.samples(batch * self.config.rows, self.config.rows)
 
 
 def evenly_spaced(rows: int, count: int) -> Indices:

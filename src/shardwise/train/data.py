@@ -32,6 +32,7 @@ from shardwise.train.records import Prepared, PreparedSamples, Streamed
 from shardwise.train.samples import Arrays, SampleData, in_rows, read_sample_data
 from shardwise.train.streamed_text import StreamedText, open_text
 from shardwise.train.streams import StreamedRows
+from shardwise.train.worker import worker_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -116,7 +117,7 @@ def prepare(
             comm, None if read is None else read.training, recipe.data, "training tokens"
         )
     else:
-        training = StreamedRows(text, tokenizer, recipe)
+        training = StreamedRows(text, tokenizer, recipe, worker_of(recipe.outer))
     validation = _rows(
         comm, None if read is None else read.validation, recipe.data, "validation tokens"
     )

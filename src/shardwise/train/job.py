@@ -27,6 +27,7 @@ from shardwise.train.collectives import all_gather_floats
 from shardwise.train.learning_rate import learning_rate
 from shardwise.train.optimizer import optimizer_of
 from shardwise.train.streams import StreamBatches, StreamedRows
+from shardwise.train.worker import worker_of
 
 
 @dataclass(frozen=True)
@@ -134,4 +135,5 @@ def _scaler(recipe: Recipe, device: str) -> torch.amp.GradScaler:
 def _batches(rows: RowSource | StreamedRows, recipe: Recipe, comm: Comm) -> Batches | StreamBatches:
     if isinstance(rows, StreamedRows):
         return StreamBatches(rows, comm.rank, comm.size)
-    return Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size)
+    worker = worker_of(recipe.outer)
+    return Batches(rows, recipe.batch, recipe.run.seed, comm.rank, comm.size, worker)

@@ -40,6 +40,7 @@ from shardwise.train.job import Job, build
 from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.memory_estimate import check_memory
 from shardwise.train.model_folder import with_tokenizer
+from shardwise.train.outer import Outer
 from shardwise.train.packing_check import check_packing
 from shardwise.train.recorded_step import recorded
 from shardwise.train.records import (
@@ -60,6 +61,7 @@ from shardwise.train.streams import StreamedRows, streams_per_rank
 from shardwise.train.throughput import Throughput, memory_in_use
 from shardwise.train.trackers import check_installed
 from shardwise.train.validation import Validation
+from shardwise.train.worker import worker_of
 
 T = TypeVar("T")
 
@@ -123,7 +125,8 @@ def train(
         data = prepare(recipe, comm, logger.folder, logger.busy)
         logger.log(data.report)
         if not isinstance(data.training, StreamedRows):
-            recipe = in_steps(recipe, len(data.training))
+            workers = worker_of(recipe.outer).workers
+            recipe = in_steps(recipe, len(data.training) // workers)
         if recipe.model.source is None:
             check_memory(recipe, comm.device, comm.size, data.tokenizer.get_vocab_size())
         with logger.busy("building the model"):
@@ -133,8 +136,7 @@ def train(
         _report_built(job, data, logger)
         with closing(job.batches):
             run = _Loop(job, data, logger, requests or SignalRequests())
-            run.resume(start)
-            outcome = run.run_steps()
+            outcome = run.run(start)
         if not outcome.stopped:
             with job.averaged():
                 export(job, data, logger, run.tokens_per_second, outcome.save_error)
@@ -199,6 +201,16 @@ class _Loop:
             )
         self._logger.start_run(start, self._state.step, self._files)
 
+    def run(self, start: Start) -> Outcome:
+        """Resume, meet other workers if there are any, and train from where they are."""
+        self.resume(start)
+        alone = self._job.recipe.outer.method == "none"
+        with nullcontext() if alone else self._logger.busy("waiting for other workers"):
+            self._outer = Outer(self._job)
+        with closing(self._outer):
+            self._state = replace(self._state, step=max(self._state.step, self._outer.steps))
+            return self.run_steps()
+
     def run_steps(self) -> Outcome:
         """Run the remaining steps, or until the run is requested to stop."""
         job = self._job
@@ -245,6 +257,7 @@ class _Loop:
             norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
             scale = job.scaler.get_scale() if job.scaler.is_enabled() else None
             self._retry_failed_save(job.update)
+            exchanged = self._outer.step()
         request = max(self._requests.take(step), self._logger.requested())
         values = (share, memory_in_use(self._comm.device), request, job.batches.ended())
         per_rank = all_gather_floats(self._comm, values, "loss")
@@ -256,6 +269,7 @@ class _Loop:
         job.optimizer.zero_grad()
         record = self._step_record(step, (loss, norm, lr, scale), int(memory))
         self._logger.log(record)
+        self._logger.log(exchanged)
         _check_finite(record)
         validated = not self._is_validation_due(step)
         self._state = replace(self._state, step=step, validated=validated)
@@ -337,6 +351,7 @@ class _Loop:
         is_current = evaluated is not None and evaluated.step == self._state.step
         metric = evaluated.loss if evaluated and is_current else None
         with self._throughput.between_steps("saving"):
+            self._outer.finish()
             return self._checkpoints.save(self._state, metric)
 
     @property

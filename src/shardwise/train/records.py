@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from shardwise.train.worker import Exchanged
+
 
 def plural(number: int, noun: str) -> str:
     """``1 file``, ``1,200 files``."""
@@ -385,6 +387,7 @@ Record = (
     | Sampled
     | Placed
     | Predicted
+    | Exchanged
     | Warned
     | Busy
     | Saved

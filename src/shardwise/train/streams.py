@@ -37,6 +37,7 @@ from shardwise.train.records import plural
 from shardwise.train.samples import window_rows
 from shardwise.train.streamed_text import StreamedText
 from shardwise.train.tokenizer import Tokens, encode, of_transformers
+from shardwise.train.worker import ALONE, Worker
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -73,6 +74,7 @@ class StreamedRows:
     text: StreamedText
     tokenizer: Tokenizer
     recipe: Recipe
+    worker: Worker = ALONE
 
     @property
     def streams(self) -> int:
@@ -82,7 +84,9 @@ class StreamedRows:
         """The part of stream ``number``: shards of its own, or else each n-th document of all."""
         from datasets.distributed import split_dataset_by_node
 
-        return split_dataset_by_node(self.text.dataset, rank=number, world_size=self.streams)
+        first = self.worker.number * self.streams
+        world = self.worker.workers * self.streams
+        return split_dataset_by_node(self.text.dataset, rank=first + number, world_size=world)
 
     def documents(self, dataset: IterableDataset) -> Iterator[Any]:
         """The texts, or the rows of samples, in ``dataset``."""

@@ -1,0 +1,1 @@
+"""Workers that train apart and meet seldom: DiLoCo, for slow links."""

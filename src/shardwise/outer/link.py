@@ -1,0 +1,402 @@
+"""One worker's link to the others: who leads, whose parts have come, and the means.
+
+One worker leads. It takes everybody's parts, forms the means and sends them back, so all workers
+apply the same updates in the same order; its own state is the one that counts. Any other is a
+follower with one connection. When the leader is lost, the first worker that can be reached leads.
+
+    worker 1 ── part ──▶          ┌── mean ──▶ worker 1
+    worker 2 ── part ──▶ worker 0 ┤
+    itself   ── part ──▶          └── mean ──▶ worker 2
+
+Rank 0 of a worker has the link. Its training thread calls the methods; the threads of connections
+call ``_take`` and ``_lose``.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from threading import Condition, Thread
+from time import monotonic
+from typing import NamedTuple
+
+from shardwise.errors import ConfigError, RanksDisagree
+from shardwise.outer import peer as wire
+from shardwise.outer.peer import Message, Peer
+from shardwise.outer.place import Place, Waited
+from shardwise.outer.tally import Key, Tally
+
+POLL_INTERVAL = 0.2  # seconds between two looks for a leader
+SEARCH_INTERVAL = 5.0  # seconds between a leader's looks for another one
+
+log = logging.getLogger("shardwise")
+
+FormMean = Callable[[Key, Sequence[bytes]], bytes]
+
+
+class Joining(NamedTuple):
+    """A worker that asks to take part."""
+
+    peer: Peer
+    digest: str  # of its state
+
+
+class Link:
+    """See above. Final.
+
+    Args:
+        facts: what must be alike on all workers: name → short text.
+        form_mean: called by the leader with the parts of a mean.
+
+    Raises:
+        ConfigError: this worker cannot listen at its address.
+    """
+
+    def __init__(self, place: Place, facts: Mapping[str, str], form_mean: FormMean) -> None:
+        self._place, self._facts, self._form_mean = place, dict(facts), form_mean
+        self._changed = Condition()  # guards all that follows
+        self._tally = Tally(place.worker)
+        self._followers: dict[int, Peer] = {}
+        self._leader: Peer | None = None
+        self._leads, self._closed = False, False
+        self._joining: list[Joining] = []
+        self._ready: list[Peer] = []  # those that have the state, and wait for the next exchange
+        self._answered: dict[int, float] = {}  # worker → when it answered last
+        self._settled: set[int] = set()  # followers that take part, or are sent the state
+        self._inbox: list[Message] = []  # from the leader, while this worker joins it
+        self._own: dict[Key, bytes] = {}  # sent, and without a mean yet
+        self._means: dict[Key, bytes] = {}
+        self._present = [place.worker]  # as the leader has said
+        self._counts = {"sent": 0, "received": 0}  # bytes, of connections that have ended
+        self.updates = 0  # of this worker, for others that ask
+        self._listener = place.listen()
+        Thread(target=self._accept, name="shardwise-workers", daemon=True).start()
+
+    # ---- exchange ----------------------------------------------------------------------------
+
+    def send(self, key: Key, part: bytes) -> None:
+        """Send this worker's part of a mean."""
+        with self._changed:
+            self._own[key] = part
+            self._pass_on(key, part)
+
+    def receive(self, key: Key) -> bytes | None:
+        """Wait for a mean; ``None``: the leader is lost, or another one is to be followed."""
+        self._wait(lambda: key in self._means or not self.connected, lambda: self._awaited(key))
+        with self._changed:
+            if key in self._means:
+                self._own.pop(key, None)
+            return self._means.pop(key, None)
+
+    def unclaimed(self, updates: Mapping[str, int]) -> list[str]:
+        """The units of whose next update the mean is there, and this worker has sent no part."""
+        with self._changed:
+            keys = [Key(unit, update) for unit, update in updates.items()]
+            return [k.unit for k in keys if k in self._means and k not in self._own]
+
+    @property
+    def connected(self) -> bool:
+        """Does this worker lead, or follow one that answers?"""
+        return self._leads or self._leader is not None
+
+    @property
+    def present(self) -> list[int]:
+        """The workers that took part in the last mean, or do so now if this one leads."""
+        with self._changed:
+            return sorted(self._tally.present) if self._leads else self._present
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of parts, means and states, sent and received."""
+        with self._changed:
+            peers = [*self._followers.values(), *([self._leader] if self._leader else [])]
+            return {
+                "sent": self._counts["sent"] + sum(peer.sent for peer in peers),
+                "received": self._counts["received"] + sum(peer.received for peer in peers),
+            }
+
+    # ---- meet --------------------------------------------------------------------------------
+
+    def find(self, digest: str, first: bool) -> str:
+        """Find the leader, or lead; returns ``"lead"`` or ``"follow"``.
+
+        Args:
+            digest: of this worker's state.
+            first: wait for all workers, as long as ``timeout``, before one leads without the rest.
+
+        Raises:
+            RanksDisagree: the leader refuses this worker.
+        """
+        waited = Waited(self._place)
+        while True:
+            answers = {w: answer for w in self._place.others if (answer := self._place.ask(w))}
+            self._answered |= dict.fromkeys(answers, monotonic())
+            leader = next((w for w, answer in answers.items() if answer["leads"]), None)
+            if leader is not None and self._follow(leader, digest):
+                return "follow"
+            missing = [w for w in self._place.others if w not in answers]
+            late = not first or waited.seconds > self._place.timeout
+            is_first = all(not self._yields_to(w, a["updates"]) for w, a in answers.items())
+            if leader is None and is_first and (late or not missing):
+                self._lead()
+                return "lead"
+            waited.say("; ".join(f"{self._place.name(w)} is not there" for w in missing))
+            with self._changed:
+                self._changed.wait(POLL_INTERVAL)
+
+    def _lead(self) -> None:
+        with self._changed:
+            self._leads, self._tally = True, Tally(self._place.worker)
+            self._joining.clear()
+            for key, part in self._own.items():
+                self._tally.add(self._place.worker, key, part)
+        Thread(target=self._search, name="shardwise-leader", daemon=True).start()
+
+    def told(self) -> Message:
+        """The leader's next word to this worker, which joins it: a ``state``, or ``welcome``.
+
+        Raises:
+            RanksDisagree: the leader refuses it, or is lost meanwhile.
+        """
+        self._wait(lambda: bool(self._inbox) or not self.connected, lambda: "the leader's state")
+        with self._changed:
+            if not self._inbox:
+                return Message("lost", {})
+            message = self._inbox.pop(0)
+        if message.kind == "refused":
+            raise RanksDisagree(message.fields["reason"])
+        return message
+
+    def ready(self, forgets: bool) -> None:
+        """This worker has the leader's state; ``forgets``: so what it sent before is nothing."""
+        with self._changed:
+            assert self._leader is not None
+            if forgets:
+                self._own.clear()
+            self._leader.send(Message("ready", {}))
+            for key, part in self._own.items():
+                self._pass_on(key, part)
+
+    def joining(self, step: int, expected: bool) -> Joining | None:
+        """Let those go that are ready; return a worker that waits to be admitted.
+
+        Args:
+            step: local steps taken: workers that are ready go on from there.
+            expected: wait until each worker that can be reached takes part.
+        """
+        waited = Waited(self._place)
+        while expected and (missing := self._reachable() - self._settled):
+            with self._changed:
+                self._let_go(step)
+                if self._joining:
+                    break
+                self._changed.wait(POLL_INTERVAL)
+            waited.say(f"workers {sorted(missing)} are there and do not join")
+        with self._changed:
+            self._let_go(step)
+            if not self._joining:
+                self._form()  # of parts that were sent to a leader before this one
+            return self._joining.pop(0) if self._joining else None
+
+    def _reachable(self) -> set[int]:
+        """The workers that have answered lately."""
+        for worker in set(self._place.others) - self._settled:
+            if self._place.ask(worker):
+                self._answered[worker] = monotonic()
+        oldest = monotonic() - self._place.patience
+        return {worker for worker, at in self._answered.items() if at > oldest}
+
+    def _let_go(self, step: int) -> None:
+        for peer in self._ready:
+            self._tally.present.add(peer.worker)
+            self._settled.add(peer.worker)
+            peer.send(Message("go", {"step": step}))
+        self._ready.clear()
+
+    def admit(self, joining: Joining, state: Sequence[Message]) -> None:
+        """Send a worker the state, if it needs it; from now on it gets every mean."""
+        with self._changed:
+            for message in state:
+                joining.peer.send(message)
+            joining.peer.send(Message("welcome", {}))
+            self._followers[joining.peer.worker] = joining.peer
+            if state:
+                self._settled.add(joining.peer.worker)
+        log.warning("%s takes part", self._place.name(joining.peer.worker))
+
+    def leave(self) -> None:
+        """End a lead or what this worker follows: the others look for each other."""
+        with self._changed:
+            peers = [*self._followers.values(), *(joining.peer for joining in self._joining)]
+            peers += [] if self._leader is None else [self._leader]
+            self._leads, self._leader = False, None
+            self._followers, self._joining, self._settled = {}, [], set()
+            self._ready.clear()
+        for peer in peers:
+            peer.close()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.leave()
+
+    # ---- called by threads of connections -------------------------------------------------------
+
+    def _take(self, peer: Peer, message: Message) -> None:
+        with self._changed:
+            if message.kind in ("part", "mean"):
+                key = Key(message.fields["unit"], message.fields["update"])
+                if message.kind == "mean":
+                    self._means[key] = bytes(message.payload)
+                    self._present = message.fields["workers"]
+                else:
+                    self._tally.add(peer.worker, key, bytes(message.payload))
+                    self._form()
+            elif message.kind == "ready":
+                self._ready.append(peer)
+            else:
+                self._inbox.append(message)
+            self._changed.notify_all()
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        with self._changed:
+            self._counts["sent"] += peer.sent
+            self._counts["received"] += peer.received
+            self._joining = [joining for joining in self._joining if joining.peer is not peer]
+            self._answered.pop(peer.worker, None)
+            self._ready = [ready for ready in self._ready if ready is not peer]
+            is_leader, is_follower = self._leader is peer, self._followers.get(peer.worker) is peer
+            if is_leader:
+                self._leader = None
+            if is_follower:
+                del self._followers[peer.worker]
+                self._settled.discard(peer.worker)
+                self._tally.drop(peer.worker)
+                self._form()
+            self._changed.notify_all()
+            goes_on = "another worker leads next" if is_leader else f"workers {self.present} go on"
+        if (is_leader or is_follower) and not self._closed:
+            log.warning("%s is lost: %s; %s", self._place.name(peer.worker), reason, goes_on)
+
+    def _pass_on(self, key: Key, part: bytes) -> None:
+        if self._leads:
+            self._tally.add(self._place.worker, key, part)
+            self._form()
+        elif self._leader is not None:
+            self._leader.send(Message("part", key._asdict(), part))
+
+    def _form(self) -> None:
+        """Form the means that are due, and send them."""
+        for key, parts in self._tally.take():
+            self._means[key] = mean = self._form_mean(key, parts)
+            fields = {**key._asdict(), "workers": sorted(self._tally.present)}
+            for peer in self._followers.values():
+                peer.send(Message("mean", fields, mean))
+        self._changed.notify_all()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            Thread(
+                target=self._answer, args=(client,), name="shardwise-worker", daemon=True
+            ).start()
+
+    def _answer(self, client: socket.socket) -> None:
+        """Answer a worker that asks who leads, or that joins."""
+        with suppress(OSError, EOFError, ValueError, KeyError, AuthenticationError):
+            connection = wire.accept(client, self._place.token, self._place.patience)
+            message = wire.receive(connection)
+            if message.kind == "who":
+                answer = {"leads": self._leads, "updates": self.updates}
+                wire.send(connection, Message("answer", answer))
+                connection.close()
+                return
+            worker = int(message.fields["worker"])
+            if reason := self._refusal(worker, message.fields["facts"]):
+                self._answered.pop(worker, None)
+                wire.send(connection, Message("refused", {"reason": reason}))
+                connection.close()
+                return
+            peer = Peer(connection, worker, self._place.patience, self._take, self._lose)
+            with self._changed:
+                if not self._leads or self._closed:  # any more
+                    connection.close()
+                    return
+                self._joining.append(Joining(peer, message.fields["digest"]))
+                self._changed.notify_all()
+            peer.start()
+
+    def _refusal(self, worker: int, facts: Mapping[str, str]) -> str:
+        """Say why a worker cannot take part; ``""`` if it can."""
+        for name, own in self._facts.items():
+            if (theirs := facts.get(name)) != own:
+                return (
+                    f"worker {worker} has {name} {theirs}, and worker {self._place.worker}, which "
+                    f"leads, has {own}. Their means would be of unlike things. Start all workers "
+                    "with one recipe or program."
+                )
+        if worker == self._place.worker or worker in self._followers:
+            return (
+                f"two processes are worker {worker}. Give each a number of its own, from 0 to "
+                f"{len(self._place.addresses) - 1}; where a lost worker was started again, try "
+                f"again in {self._place.patience:g} s."
+            )
+        return ""
+
+    # ---- other workers ---------------------------------------------------------------------------
+
+    def _follow(self, worker: int, digest: str) -> bool:
+        """Ask the leader to take part; returns whether it could be reached."""
+        try:
+            address, token = self._place.addresses[worker], self._place.token
+            connection = wire.connect(address, token, self._place.patience)
+            own = {"worker": self._place.worker, "digest": digest, "facts": self._facts}
+            wire.send(connection, Message("join", own))
+        except (OSError, EOFError):
+            return False
+        peer = Peer(connection, worker, self._place.patience, self._take, self._lose)
+        with self._changed:
+            self._inbox.clear()
+            self._means.clear()
+            self._leader = peer
+        peer.start()
+        return True
+
+    def _search(self) -> None:
+        """While this worker leads: where a cut link comes back, another one may lead as well."""
+        while not self._closed and self._leads:
+            for worker in self._place.others:
+                with suppress(ConfigError):
+                    answer = None if worker in self._followers else self._place.ask(worker)
+                    if answer and answer["leads"] and self._yields_to(worker, answer["updates"]):
+                        log.warning("%s leads, too, and has come further", self._place.name(worker))
+                        self.leave()
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or not self._leads, SEARCH_INTERVAL)
+
+    def _yields_to(self, worker: int, updates: int) -> bool:
+        return (updates, -worker) > (self.updates, -self._place.worker)
+
+    # ---- waiting ---------------------------------------------------------------------------------
+
+    def _wait(self, is_there: Callable[[], bool], what: Callable[[], str]) -> None:
+        waited = Waited(self._place)
+        with self._changed:
+            while not self._changed.wait_for(is_there, POLL_INTERVAL):
+                waited.say(what())
+
+    def _awaited(self, key: Key) -> str:
+        if self._leads:
+            names = ", ".join(self._place.name(worker) for worker in self._tally.missing(key))
+            return f"{names} has not sent its part of {key.unit}"
+        leader = self._leader
+        return f"the mean of {key.unit} from {self._place.name(leader.worker)}" if leader else ""

@@ -1,0 +1,88 @@
+"""The addresses of all workers, and the number of this one."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from time import monotonic
+
+from shardwise.errors import ConfigError
+from shardwise.outer.peer import Address, Message, connect, receive, send
+
+FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This worker among the others.
+
+    Attributes:
+        addresses: of rank 0 of each worker, in the same order everywhere.
+        worker: the number of this one.
+        token: a secret of the run, without which no connection is made.
+        patience: seconds of silence after which a worker is lost.
+        timeout: seconds for which a worker waits for the others when it starts.
+    """
+
+    addresses: Sequence[Address]
+    worker: int
+    token: bytes
+    patience: float = 10.0
+    timeout: float = 600.0
+
+    @property
+    def others(self) -> list[int]:
+        return [number for number in range(len(self.addresses)) if number != self.worker]
+
+    def name(self, worker: int) -> str:
+        """``worker 1 (10.0.0.2:29600)``."""
+        host, port = self.addresses[worker]
+        return f"worker {worker} ({host}:{port})"
+
+    def listen(self) -> socket.socket:
+        """Listen at this worker's own address, and at no other."""
+        host, port = self.addresses[self.worker]
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.name(self.worker)} cannot listen at its own address ({error.strerror}). "
+                "Name an address of this host that the others reach, and a port that is free."
+            ) from error
+
+    def ask(self, worker: int) -> dict[str, int] | None:
+        """Ask a worker whether it leads; ``None``: it does not answer."""
+        try:
+            connection = connect(self.addresses[worker], self.token, self.patience)
+            with connection:
+                send(connection, Message("who", {}))
+                return receive(connection).fields
+        except AuthenticationError as error:
+            raise ConfigError(
+                f"{self.name(worker)} has another run token, so it is of another run, or no "
+                "worker. Set SHARDWISE_RUN_TOKEN to the same secret on all of them."
+            ) from error
+        except (OSError, EOFError, ValueError):
+            return None
+
+
+class Waited:
+    """A wait for other workers, which is said now and then."""
+
+    def __init__(self, place: Place) -> None:
+        self._worker, self._since, self._next = place.worker, monotonic(), FIRST_WARNING
+
+    @property
+    def seconds(self) -> float:
+        return monotonic() - self._since
+
+    def say(self, what: str) -> None:
+        if self.seconds >= self._next:
+            self._next *= 2
+            log.warning("worker %d has waited %.0f s: %s", self._worker, self.seconds, what)

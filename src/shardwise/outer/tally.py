@@ -1,0 +1,51 @@
+"""The parts of means that have come, and those that are awaited. Pure.
+
+A mean is formed when every worker that was present at its first part has sent its own, or is lost.
+A worker that comes later gets that mean, and is awaited from the next one on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Key(NamedTuple):
+    """One mean: of a unit, and the number of its updates before."""
+
+    unit: str
+    update: int
+
+
+class Tally:
+    """The parts that the leader has; ``own`` is its number among the workers."""
+
+    def __init__(self, own: int) -> None:
+        self.present = {own}
+        self._parts: dict[Key, dict[int, bytes]] = {}
+        self._awaited: dict[Key, set[int]] = {}
+        self._formed: dict[str, int] = {}  # unit → the update whose mean was formed last
+
+    def add(self, worker: int, key: Key, part: bytes) -> None:
+        """Take a part; one that comes after its mean was formed counts no more."""
+        if key.update <= self._formed.get(key.unit, -1):
+            return
+        self._awaited.setdefault(key, set(self.present))
+        self._parts.setdefault(key, {})[worker] = part
+
+    def drop(self, worker: int) -> None:
+        """A worker is lost: it is awaited no more, and what it sent counts."""
+        self.present.discard(worker)
+        for awaited in self._awaited.values():
+            awaited.discard(worker)
+
+    def missing(self, key: Key) -> list[int]:
+        """The workers whose part is awaited."""
+        return sorted(self._awaited.get(key, set()) - self._parts.get(key, {}).keys())
+
+    def take(self) -> list[tuple[Key, list[bytes]]]:
+        """The means that are due, with their parts in the order of workers. They are forgotten."""
+        due = [key for key in self._parts if not self.missing(key)]
+        for key in due:
+            self._formed[key.unit] = key.update
+            del self._awaited[key]
+        return [(key, [part for _, part in sorted(self._parts.pop(key).items())]) for key in due]

@@ -1,0 +1,315 @@
+"""Workers are threads, whose ranks are threads; their links are TCP on the loopback interface."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from shardwise.comm.transports import threads
+from shardwise.errors import ConfigError, RanksDisagree
+from shardwise.outer.diloco import DiLoCo
+from shardwise.outer.link import Link
+from shardwise.outer.place import Place
+from tests.ranks import run_threads
+
+AVERAGE: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "wire": "float32"}
+State = dict[str, Tensor]
+
+
+def plain_model() -> nn.Module:
+    net = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+    with torch.no_grad():
+        for param in net.parameters():  # ranks are threads, and have one generator
+            param.copy_(torch.linspace(0, 9, param.numel()).sin().view_as(param))
+    return net
+
+
+def batch(step: int, worker: int, rank: int) -> Tensor:
+    return torch.randn(
+        4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * worker + rank)
+    )
+
+
+class Worker(NamedTuple):
+    """One worker's rank, with all that it needs."""
+
+    comm: Comm
+    number: int
+    addresses: list[str]
+
+    def model(self, strategy: str = "full_shard") -> tuple[nn.Module, sw.Sharded]:
+        net = plain_model()
+        return net, sw.shard(net, strategy, comm=self.comm)
+
+    def outer(
+        self, sharded: sw.Sharded, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> DiLoCo:
+        given: dict[str, Any] = {"every": 4, "patience": 2.0, "timeout": 20.0, **options}
+        return sw.DiLoCo(sharded, optimizer, workers=self.addresses, worker=self.number, **given)
+
+    def steps(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, outer: DiLoCo, steps: range
+    ) -> None:
+        for step in steps:
+            net(batch(step, self.number, self.comm.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+
+
+def free_addresses(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    return addresses
+
+
+def run_workers(ranks: list[int], run: Callable[[Worker], Any]) -> list[list[Any]]:
+    """``run`` on each rank of each worker; returns what each has returned."""
+    addresses = free_addresses(len(ranks))
+    results: dict[int, list[Any]] = {}
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            results[number] = threads.run(
+                ranks[number], lambda comm: run(Worker(comm, number, addresses)), 60.0
+            )
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(len(ranks))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(ranks))]
+
+
+def state(net: nn.Module) -> State:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def largest_difference(one: State, other: State) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "no_shard"])
+def test_averaging_after_each_step_is_the_synchronous_run(strategy: str) -> None:
+    def apart(worker: Worker) -> State:
+        net, sharded = worker.model(strategy)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        outer = worker.outer(sharded, optimizer, every=1, **AVERAGE)
+        worker.steps(net, optimizer, outer, range(5))
+        outer.close()
+        return state(net)
+
+    def together(comm: Comm) -> State:
+        net = plain_model()
+        sw.shard(net, strategy, comm=comm)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(5):
+            net(batch(step, *divmod(comm.rank, 2))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state(net)
+
+    expected = run_threads(4, together)[0]
+    for ranks in run_workers([2, 2], apart):
+        assert largest_difference(ranks[0], expected) < 1e-6
+
+
+def test_one_worker_does_what_the_papers_algorithm_says() -> None:
+    """With SGD of torch as the outer optimizer, on a plain model that is one unit."""
+
+    def run(worker: Worker) -> State:
+        net = plain_model()
+        sharded = sw.shard(net, wrap=sw.wrap.whole(), comm=worker.comm)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        outer = worker.outer(sharded, optimizer, delay=0, wire="float32")
+        worker.steps(net, optimizer, outer, range(8))
+        outer.close()
+        return state(net)
+
+    net = plain_model()
+    start = [param.detach().clone().requires_grad_() for param in net.parameters()]
+    outer = torch.optim.SGD(start, lr=0.7, momentum=0.9, nesterov=True)
+    inner = torch.optim.AdamW(net.parameters(), lr=0.05)
+    for step in range(8):
+        net(batch(step, 0, 0)).square().mean().backward()
+        inner.step()
+        inner.zero_grad()
+        if step % 4 == 3:
+            with torch.no_grad():
+                for of_start, param in zip(start, net.parameters(), strict=True):
+                    of_start.grad = of_start - param
+                outer.step()
+                for of_start, param in zip(start, net.parameters(), strict=True):
+                    param.copy_(of_start)
+    [[ours]] = run_workers([1], run)
+    assert largest_difference(ours, state(net)) < 1e-6
+
+
+@pytest.mark.parametrize(("wire", "bytes_each"), [("float32", 4), ("float16", 2), ("int8", 1.1)])
+def test_bytes_are_those_of_one_exchange_in_a_round(wire: str, bytes_each: float) -> None:
+    def run(worker: Worker) -> tuple[dict[str, int], int]:
+        net, sharded = worker.model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        outer = worker.outer(sharded, optimizer, every=4, wire=wire)
+        worker.steps(net, optimizer, outer, range(8))
+        outer.finish()
+        nbytes = outer.nbytes
+        outer.close()
+        return nbytes, sharded.numel()
+
+    for [(nbytes, numel)] in run_workers([1, 1], run):
+        expected = 2 * numel * bytes_each  # two rounds
+        assert expected <= nbytes["sent"] <= 1.2 * expected + 200
+        assert expected <= nbytes["received"] <= 1.2 * expected + 200
+
+
+def test_workers_of_any_number_of_ranks_have_the_same_start() -> None:
+    all_are_done = threading.Barrier(6)
+
+    def run(worker: Worker) -> tuple[State, list[int], dict[str, int]]:
+        net, sharded = worker.model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        outer = worker.outer(sharded, optimizer, delay=0)
+        worker.steps(net, optimizer, outer, range(8))
+        present = outer.workers
+        all_are_done.wait(20)
+        outer.close()
+        return state(net), present, dict(outer.updates)
+
+    (first, *_), (second, *_), (third, *_) = run_workers([2, 1, 3], run)
+    assert first[1] == [0, 1, 2]
+    assert set(first[2].values()) == {2}
+    # The last unit was exchanged after the last step; the others have trained since, apart.
+    last = {name: value for name, value in first[0].items() if name.startswith("3.")}
+    for other in (second, third):
+        assert largest_difference(last, other[0]) == 0
+
+
+def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_state() -> None:
+    """Worker 0 leads, is lost after four steps, and comes back with its first values."""
+    lost, alone, back = threading.Event(), threading.Event(), threading.Event()
+
+    def run(worker: Worker) -> tuple[State, dict[str, int], list[int]]:
+        net, sharded = worker.model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        outer = worker.outer(sharded, optimizer, delay=0)
+        worker.steps(net, optimizer, outer, range(4))
+        if worker.number == 0:
+            outer.close()
+            lost.set()
+            alone.wait(20)
+            net, sharded = worker.model()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+            outer = worker.outer(sharded, optimizer, delay=0)
+            assert outer.steps >= 8  # it goes on where the others are
+            back.set()
+        else:
+            lost.wait(20)
+            worker.steps(net, optimizer, outer, range(4, 8))
+            alone.set()
+            step = 8
+            while not back.wait(0.01):
+                worker.steps(net, optimizer, outer, range(step, step + 1))
+                step += 1
+        rest = -outer.steps % 4 + 4
+        worker.steps(net, optimizer, outer, range(outer.steps, outer.steps + rest))
+        result = state(net), dict(outer.updates), outer.workers
+        outer.close()
+        return result
+
+    first, second = (ranks[0] for ranks in run_workers([1, 1], run))
+    assert first[1]["3"] == second[1]["3"] >= 3
+    assert torch.equal(first[0]["3.weight"], second[0]["3.weight"])
+
+
+def test_a_resumed_worker_continues_exactly(tmp_path: Path) -> None:
+    all_have_stopped = threading.Barrier(3)
+
+    def run(worker: Worker, stops: bool) -> State:
+        folder = tmp_path / f"{stops}-{worker.number}"
+        net, sharded = worker.model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        outer = worker.outer(sharded, optimizer, delay=1)
+        worker.steps(net, optimizer, outer, range(6))
+        outer.finish()
+        if stops:
+            sharded.save(folder, optimizer)
+            outer.close()
+            all_have_stopped.wait(20)
+            net, sharded = worker.model()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+            sharded.load(folder, optimizer)
+            outer = worker.outer(sharded, optimizer, delay=1)
+        assert outer.steps == 6
+        worker.steps(net, optimizer, outer, range(6, 10))
+        outer.finish()
+        outer.close()
+        return state(net)
+
+    straight = run_workers([2, 1], lambda worker: run(worker, stops=False))
+    resumed = run_workers([2, 1], lambda worker: run(worker, stops=True))
+    for one, other in zip(straight, resumed, strict=True):
+        assert largest_difference(one[0], other[0]) == 0
+
+
+def test_unlike_workers_are_refused_by_name() -> None:
+    def run(worker: Worker) -> str:
+        net, sharded = worker.model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        if worker.number == 0:
+            outer = worker.outer(sharded, optimizer, timeout=1.0)
+            outer.close()
+            return ""
+        with pytest.raises(RanksDisagree) as refused:
+            worker.outer(sharded, optimizer, every=5)
+        return str(refused.value)
+
+    [_], [text] = run_workers([1, 1], run)
+    assert "worker 1 has every 5, and worker 0, which leads, has 4" in text
+
+
+def test_a_worker_with_another_token_is_refused() -> None:
+    addresses = [(host, int(port)) for host, port in (a.split(":") for a in free_addresses(2))]
+    link = Link(Place(addresses, 0, b"secret"), {}, lambda _key, parts: parts[0])
+    assert Place(addresses, 1, b"secret").ask(0) == {"leads": False, "updates": 0}
+    with pytest.raises(ConfigError, match="another run token"):
+        Place(addresses, 1, b"guessed").ask(0)
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workers": ["10.0.0.1:1", "10.0.0.2:1"], "worker": 0}, "openssl rand"),
+        ({"workers": ["127.0.0.1:1"], "worker": 1}, "from 0 to 0"),
+        ({"workers": ["somewhere"], "worker": 0}, "HOST:PORT"),
+        ({"workers": ["192.0.2.1:9999"], "worker": 0, "token": "x"}, "cannot listen"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_sent(
+    options: dict[str, Any], words: str
+) -> None:
+    def run(comm: Comm) -> None:
+        net, sharded = Worker(comm, 0, []).model()
+        optimizer = torch.optim.AdamW(net.parameters())
+        with pytest.raises(ConfigError, match=words):
+            sw.DiLoCo(sharded, optimizer, **options)
+
+    run_threads(1, run)

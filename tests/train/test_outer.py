@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from shardwise.comm.transports import threads
+from shardwise.errors import ConfigError
+from shardwise.recipe.outer_config import OuterConfig
+from shardwise.train.loop import train
+from shardwise.train.records import Record, Saved
+from shardwise.train.worker import Exchanged, Worker, worker_of
+from tests.outer.test_diloco import free_addresses
+from tests.train.test_loop import losses
+from tests.train.tiny import tiny_recipe
+
+
+def run_both(folder: Path, addresses: list[str], *overrides: str) -> list[list[Record]]:
+    """Two workers of one rank each; what each has said."""
+    said: list[list[Record]] = [[], []]
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        options = {"method": "diloco", "every": "2", "worker": str(number), "timeout": "20"}
+        options["workers"] = f"[{', '.join(addresses)}]"
+        words = [f"--outer.{name}={value}" for name, value in options.items()]
+        recipe = tiny_recipe(folder / str(number), *words, *overrides)
+        try:
+            threads.run(1, lambda comm: train(recipe, comm, said[number].append))
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return said
+
+
+def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:
+    addresses = free_addresses(2)
+    said = run_both(tmp_path, addresses)
+    for records in said:
+        exchanged = [record for record in records if isinstance(record, Exchanged)]
+        assert [record.step for record in exchanged] == [2, 4]
+        assert exchanged[0].workers == (0, 1)
+        assert exchanged[1].sent > exchanged[0].sent > 0
+        assert any(isinstance(record, Saved) for record in records)
+    assert losses(said[0])[:1] != losses(said[1])[:1]  # each trains on rows of its own
+    again = run_both(tmp_path, addresses, "--run.steps=6")
+    for records in again:
+        assert [r.step for r in records if isinstance(r, Exchanged)] == [6]
+
+
+def test_a_worker_takes_its_number_from_the_recipe_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = OuterConfig(method="diloco", workers=("a:1", "b:1", "c:1"))
+    monkeypatch.setenv("SHARDWISE_WORKER", "2")
+    assert worker_of(config) == Worker(2, 3)
+    assert worker_of(config.model_copy(update={"worker": 0})) == Worker(0, 3)
+    assert worker_of(OuterConfig()) == Worker(0, 1)
+    monkeypatch.setenv("SHARDWISE_WORKER", "3")
+    with pytest.raises(ConfigError, match="names 3 workers, and which of them this is, is 3"):
+        worker_of(config)
+    monkeypatch.delenv("SHARDWISE_WORKER")
+    with pytest.raises(ConfigError, match="SHARDWISE_WORKER=0, 1"):
+        worker_of(config)
+
+
+def test_a_method_needs_workers_and_workers_a_method() -> None:
+    with pytest.raises(ValueError, match="method: diloco, or neither"):
+        OuterConfig(method="diloco")
+    with pytest.raises(ValueError, match="method: diloco, or neither"):
+        OuterConfig(workers=("a:1",))
