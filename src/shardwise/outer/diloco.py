@@ -64,7 +64,7 @@ class DiLoCo:
         workers: the address of rank 0 of each, as ``host:port``, the same on all.
         worker: the number of this one.
         every: local steps between two exchanges of a unit (H).
-        outer_lr, outer_momentum: of the outer SGD with Nesterov momentum. 1 and 0 average parameters.
+        outer_lr, outer_momentum: of the outer Nesterov SGD. 1 and 0 average parameters.
         wire: dtype of pseudo-gradients between workers: ``"float16"``, ``"int8"``, ``"float32"``.
         delay: steps from sending a unit to applying its mean; ``None``: ``every // 8``.
         token: a secret of the run; ``None``: the environment's ``SHARDWISE_RUN_TOKEN``.
@@ -273,7 +273,7 @@ class DiLoCo:
                 return False
 
     def _answer_others(self) -> None:
-        """Before an exchange: meet again if the leader is lost, take means, admit who joins."""
+        """Meet again if the leader is lost, take means, admit who joins: before an exchange."""
 
         def look() -> tuple[bool, list[str]]:
             return self._on_rank_0.connected, self._on_rank_0.unclaimed(self._start.updates)

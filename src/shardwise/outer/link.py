@@ -8,8 +8,7 @@ follower with one connection. When the leader is lost, the first worker that can
     worker 2 ── part ──▶ worker 0 ┤
     itself   ── part ──▶          └── mean ──▶ worker 2
 
-Rank 0 of a worker has the link. Its training thread calls the methods; the threads of connections
-call ``_take`` and ``_lose``.
+Rank 0 of a worker has it: its training thread calls methods, and connections ``_take``, ``_lose``.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Link:
     def nbytes(self) -> dict[str, int]:
         """Bytes of parts, means and states, sent and received."""
         with self._changed:
-            peers = [*self._followers.values(), *([self._leader] if self._leader else [])]
+            peers = [*self._followers.values(), *filter(None, [self._leader])]
             return {
                 "sent": self._counts["sent"] + sum(peer.sent for peer in peers),
                 "received": self._counts["received"] + sum(peer.received for peer in peers),
@@ -181,7 +180,7 @@ class Link:
                 self._pass_on(key, part)
 
     def joining(self, step: int, expected: bool) -> Joining | None:
-        """Let those go that are ready; return a worker that waits to be admitted.
+        """Start workers that are ready, and return one that waits to be admitted.
 
         Args:
             step: local steps taken: workers that are ready go on from there.
@@ -231,7 +230,7 @@ class Link:
         """End a lead or what this worker follows: the others look for each other."""
         with self._changed:
             peers = [*self._followers.values(), *(joining.peer for joining in self._joining)]
-            peers += [] if self._leader is None else [self._leader]
+            peers += filter(None, [self._leader])
             self._leads, self._leader = False, None
             self._followers, self._joining, self._settled = {}, [], set()
             self._ready.clear()
@@ -357,10 +356,9 @@ class Link:
     def _follow(self, worker: int, digest: str) -> bool:
         """Ask the leader to take part; returns whether it could be reached."""
         try:
-            address, token = self._place.addresses[worker], self._place.token
-            connection = wire.connect(address, token, self._place.patience)
-            own = {"worker": self._place.worker, "digest": digest, "facts": self._facts}
-            wire.send(connection, Message("join", own))
+            connection = self._place.connect(worker)
+            fields = {"worker": self._place.worker, "digest": digest, "facts": self._facts}
+            wire.send(connection, Message("join", fields))
         except (OSError, EOFError):
             return False
         peer = Peer(connection, worker, self._place.patience, self._take, self._lose)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from time import monotonic
 
 from shardwise.errors import ConfigError
@@ -56,11 +57,14 @@ class Place:
                 "Name an address of this host that the others reach, and a port that is free."
             ) from error
 
+    def connect(self, worker: int) -> Connection:
+        """A connection to another worker."""
+        return connect(self.addresses[worker], self.token, self.patience)
+
     def ask(self, worker: int) -> dict[str, int] | None:
         """Ask a worker whether it leads; ``None``: it does not answer."""
         try:
-            connection = connect(self.addresses[worker], self.token, self.patience)
-            with connection:
+            with self.connect(worker) as connection:
                 send(connection, Message("who", {}))
                 return receive(connection).fields
         except AuthenticationError as error:
