@@ -381,6 +381,24 @@ def test_a_transform_of_torch_func_is_noticed() -> None:
     assert log == [False, True]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # that torch imports for duals
+def test_forward_derivatives_are_told_from_values_alone() -> None:
+    """Else they would come to a function that has none."""
+    assert not internals.computes_forward_derivatives()
+    with torch.autograd.forward_ad.dual_level():
+        assert internals.computes_forward_derivatives()
+
+
+def test_hooks_on_a_gradient_are_seen() -> None:
+    """Else one would keep memory of the engine, where the next gradient is written."""
+    leaf = torch.ones(2, requires_grad=True)
+    assert not internals.hooks_of(leaf)
+    handle = leaf.register_hook(lambda _: None)
+    assert internals.hooks_of(leaf)
+    handle.remove()
+    assert not internals.hooks_of(leaf)
+
+
 @pytest.mark.parametrize("asked", ["everything", "the leaf", "another leaf"])
 def test_the_engine_tells_what_a_pass_executes(asked: str) -> None:
     """Else ``autograd.grad`` would hand out this rank's gradient of a parameter in silence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.memory import linear_in_slot
 from tests.programs.__main__ import judged
 
 REFUSED = (
@@ -19,3 +20,15 @@ def test_a_random_program_is_equal_to_one_process_or_refused(seed: int) -> None:
     verdict, text = judged(seed)
     known = verdict.word == "refused" and any(reason in verdict.why for reason in REFUSED)
     assert known or verdict.word == "equal", f"{verdict}\n\n{text}"
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(5, 40, 3), *(pytest.param(seed, marks=pytest.mark.prove) for seed in range(300))],
+)
+def test_so_it_is_where_every_weights_gradient_is_computed_in_its_slot(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is done for large matrices alone, done for all."""
+    monkeypatch.setattr(linear_in_slot, "LARGE", 1)
+    test_a_random_program_is_equal_to_one_process_or_refused(seed)

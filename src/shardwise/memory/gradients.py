@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from shardwise.torch_internals import (
     foreach_copy_,
     get_grad,
     get_version,
+    hooks_of,
     set_grad,
     untracked_views,
 )
@@ -62,6 +64,8 @@ class Gradients:
         self._small = [numel < SMALL for numel in self._numels]
         self._indices = frozenset(range(len(spec.slots)))
         self._waiting: dict[int, Tensor] = {}
+        self._lent = set[int]()  # slots in which a gradient is computed, and has not come
+        self._kept = set[int]()  # those of which another gradient came than was computed there
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
         self._views: list[Tensor] = []  # of it
         self._reducing: PendingReduction | None = None
@@ -70,6 +74,8 @@ class Gradients:
         self._spreading: Pending | None = None  # the other copies' parts of the result
         self._stored: Tensor | None = None  # the same, in host memory
         self._label = Label("reduce", spec.title)
+        for index, param in enumerate(spec.params):
+            param.lend_slot = partial(self.lend, index)  # type: ignore[attr-defined]
 
     @property
     def touched(self) -> set[int]:
@@ -179,7 +185,7 @@ class Gradients:
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown):
             kept.clear()
-        for indices in (self.arrived, self._reduced):
+        for indices in (self.arrived, self._reduced, self._lent):
             indices.clear()
 
     def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
@@ -193,15 +199,53 @@ class Gradients:
         if self.full is None:
             self._open(self.spec.dtypes.sum if carried else self.spec.dtypes.collected)
         self.carries = self.carries or carried
+        is_there = index in self._lent and self._is_back(index, grad)
         again = index in self.arrived
         self.arrived.add(index)
         self.missing.discard(index)
-        if self._small[index] and not again and not grad.is_sparse:
+        if self._small[index] and not again and not grad.is_sparse and not is_there:
             self._waiting[index] = grad
-        else:
+        elif not is_there:
             self.write()
             self._put(self._views[index], grad.to_dense() if grad.is_sparse else grad, again)
         return not self.missing
+
+    def lend(self, index: int, dtype: torch.dtype) -> Tensor | None:
+        """Hand a slot out to compute a gradient of ``dtype`` in; ``None``: it is to be copied.
+
+        Until ``collect`` has it back the bucket is not reduced, freed, or written there, but left.
+        """
+        dtypes, hooks = self.spec.dtypes, hooks_of(self.spec.params[index])
+        taken = index in self.arrived or index in self._lent or index in self._kept
+        if taken or hooks or self._shown or self._reducing is not None:
+            return None
+        opens = dtypes.collected if dtypes.sum is dtypes.collected else None  # else one that knows
+        if dtype is not (opens if self.full is None else self.full.dtype):
+            return None
+        if self.full is None:
+            self._open(dtype)
+        self._lent.add(index)
+        return self._views[index].detach()
+
+    def _is_back(self, index: int, grad: Tensor) -> bool:
+        """Is ``grad`` the slot that is lent for it? If not, somebody may have that still."""
+        if type(grad) is Tensor and grad.data_ptr() == self._views[index].data_ptr():
+            self._lent.remove(index)
+            return True
+        self._kept.add(index)  # by a hook, or the weight is used twice: not lent again
+        self._leave()
+        return False
+
+    def _leave(self) -> None:
+        """Leave a bucket to those who compute in it; what has arrived moves to a new one."""
+        if self.full is None or not self._lent:
+            return
+        self.write()
+        self._lent.clear()
+        views, self._bucket = self._views, None
+        self._open(self.full.dtype)
+        for index in self.arrived:
+            self._put(self._views[index], views[index], adds=False)
 
     def _put(self, view: Tensor, grad: Tensor, adds: bool) -> None:
         if grad is view:  # it was in ``.grad``, and autograd has added to it
@@ -235,11 +279,12 @@ class Gradients:
     def _release(self) -> None:
         """Free the gradient bucket; its views stay for the next pass, if its memory is ours alone.
 
-        It is not where ``.grad`` shows it, or where one rank alone takes its sum for the mean.
+        Not where ``.grad`` shows it, a slot is lent, or one rank alone takes its sum for the mean.
         """
         self.full, bucket = None, self._bucket
-        comm = self._averages[0][0]
-        if bucket is None or self._is_shown or comm.size == 1 or comm.memory.shared:
+        comm, is_seen = self._averages[0][0], self._is_shown or bool(self._lent)
+        self._lent.clear()
+        if bucket is None or is_seen or comm.size == 1 or comm.memory.shared:
             self._bucket, self._views, self._is_shown = None, [], False
         else:
             comm.memory.free(bucket.untyped_storage())
@@ -247,6 +292,7 @@ class Gradients:
     def reduce(self) -> None:
         """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
         spec = self.spec
+        self._leave()
         full = self.full if self.full is not None else self._open(spec.dtypes.collected)
         self.write()
         for index in self._indices - self.arrived:

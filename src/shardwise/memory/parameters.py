@@ -1,9 +1,8 @@
 """The parameter side of a bucket: the shard, the full bucket, and who shows which.
 
-Big memory is owned here and in ``gradients``, nowhere else. The ordinary way gathers into a
-staging buffer and copies every parameter out of it, then copies every gradient into another
-one. Here the gathered bucket *is* the parameters' storage, and the gradient bucket *is* what
-the reduce-scatter reads:
+Big memory is owned here and in ``gradients``, nowhere else. Nothing is copied out of a staging
+buffer or into one: the gathered bucket *is* the parameters' storage, and the gradient bucket *is*
+what the reduce-scatter reads:
 
     rank 1 of 3     |  shard 0  |  shard 1  |  shard 2  |
     full bucket     | a a a b b | b c c · · | d d d d · |   gathered: every parameter is a view
@@ -385,6 +384,8 @@ class Bucket:
         """Free all memory at once, since another layout may be made next."""
         for param in self._ours:
             del param.before_write  # type: ignore[attr-defined]
+        for param in self.params:
+            del param.lend_slot  # type: ignore[attr-defined]
         self.gradients.drop()
         self.full = self.shard = self._writer = torch.empty(0)
         del self._sent

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.options import Options
+from shardwise.memory.linear_in_slot import is_large, linear_in_slot
 from shardwise.plan.units.selection import checkpointed
 from shardwise.plan.units.units import Units
 from shardwise.setup.compiler import (
@@ -45,7 +46,9 @@ class Forwards:
         self._previous: dict[nn.Module, Any] = {}  # forwards that the user had set
         self.words = {
             unit.name: ", ".join(
-                words for words, modules, _ in self._replaced if {*modules} & {*unit.modules}
+                words
+                for words, modules, _ in self._replaced
+                if words and {*modules} & {*unit.modules}
             )
             for unit in units
         }
@@ -68,6 +71,8 @@ def _replacements(
     model: nn.Module, units: Units, options: Options, device: torch.device
 ) -> Iterator[Replaced]:
     """Replacements in the order in which they are made, the innermost first."""
+    if device.type == "cpu" and not options.compile:
+        yield "", [*filter(is_large, model.modules())], linear_in_slot
     given, recomputed = options.activation_checkpointing, list[nn.Module]()
     policy = given if isinstance(given, ActivationCheckpointing) else ActivationCheckpointing()
     if given:

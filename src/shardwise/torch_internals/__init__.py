@@ -198,6 +198,15 @@ def hooks_behind(handle: RemovableHandle) -> OrderedDict[int, Any]:
     return handle.hooks_dict_ref() or OrderedDict()
 
 
+#: The hooks on a tensor's gradient, which may keep what they are given; ``None``: there are none.
+hooks_of: Callable[[Tensor], Any] = _SLOTS._backward_hooks.__get__
+
+
+def computes_forward_derivatives() -> bool:
+    """Are derivatives computed along with values (``torch.autograd.forward_ad``)?"""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def is_transformed() -> bool:
     """Does a transform of ``torch.func`` look at what is computed?"""
     return torch._C._functorch.peek_interpreter_stack() is not None

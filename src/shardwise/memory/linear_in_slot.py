@@ -1,0 +1,81 @@
+"""A linear map whose weight's gradient is computed where it will be sent from.
+
+Autograd makes the gradient in new memory, and it is copied into the gradient bucket. For a large
+matrix that is another matrix beside its slot, and a pass over both. Here the product that makes it
+writes into the slot, where ``Gradients.lend`` allows it. The graph is as before but for the name of
+a node: its inputs are those of ``addmm`` in the same order, and the weight is kept as the view of
+the gathered bucket that the forward pass computed with. The parameter itself must not be kept:
+autograd would read what it shows by then, which may be a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.memory.gathered_parameter import GatheredParameter
+from shardwise.torch_internals import computes_forward_derivatives, is_transformed
+
+LARGE = 1 << 18  # elements of a weight: below this a copy costs less than a node in Python
+
+
+def is_large(module: nn.Module) -> bool:
+    """Is it torch's own linear map, with a weight that is worth it?"""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return module.weight.numel() >= LARGE
+
+
+def linear_in_slot(module: Any) -> Callable[[Tensor], Tensor]:
+    """A ``forward`` of an ``nn.Linear`` with the same values and gradients, bit for bit."""
+    plain: Callable[[Tensor], Tensor] = module.forward
+
+    def linear(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not _is_ordinary(x, module.weight):
+            return plain(x)
+        weight = module.weight
+        out: Tensor = cast("Any", _Linear).apply(module.bias, x, weight.t(), weight.lend_slot)
+        return out
+
+    return linear
+
+
+def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
+    """Are these rows times a gathered weight, and do gradients alone look at the product?"""
+    if not (torch.is_grad_enabled() and weight.requires_grad and "lend_slot" in vars(weight)):
+        return False
+    if type(weight) not in (nn.Parameter, GatheredParameter) or type(x) is not Tensor:
+        return False
+    if x.dim() not in (2, 3) or not x.is_contiguous():  # other products, other bits
+        return False
+    special = torch.is_autocast_enabled(x.device.type) or is_transformed()
+    return x.is_cpu and not special and not computes_forward_derivatives()
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear``, as autograd differentiates it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bias: Tensor | None, x: Tensor, columns: Tensor, lend: Callable[..., Any]
+    ) -> Tensor:
+        ctx.save_for_backward(x, columns)  # [..., in], [in, out]
+        ctx.lend = lend
+        return F.linear(x, columns.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, columns = ctx.saved_tensors
+        to_bias, to_x, to_columns, _ = ctx.needs_input_grad
+        rows = grad.reshape(-1, columns.shape[1])  # [n, out]
+        slot = None if torch.is_grad_enabled() or not to_columns else ctx.lend(rows.dtype)
+        return (
+            rows.sum(0) if to_bias else None,
+            rows.mm(columns.t()).view(x.shape) if to_x else None,
+            torch.mm(rows.t(), x.reshape(-1, len(columns)), out=slot).t() if to_columns else None,
+            None,
+        )

@@ -1,0 +1,265 @@
+"""A large weight's gradient is computed where it is sent from: the same bits, and no copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.local import LocalComm
+from shardwise.memory import gradients, linear_in_slot
+from tests.copies import local
+from tests.nets import numbers
+from tests.ranks import run_sharing, run_threads
+from tests.steps import STRATEGIES
+
+RUNS = {"messages": run_threads, "memory": run_sharing}
+BF16 = sw.Precision(param_dtype=torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_in_slot, "LARGE", 1)
+
+
+class Net(nn.Module):
+    """A map of rows, one of rows in rows without a bias, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6, bias=False)
+        self.twice = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, 4] → [rows, 6]``."""
+        x = self.second(torch.tanh(self.first(x)).view(2, -1, 6)).view(-1, 6)
+        out: Tensor = self.twice(torch.tanh(self.twice(x)))
+        return out
+
+
+def rows(rank: int) -> Tensor:
+    return numbers(rank, (8, 4))
+
+
+def steps(model: nn.Module, rank: int, compute: Callable[..., Any]) -> dict[str, Tensor]:
+    for _ in range(2):
+        compute(model, rows(rank))
+    return {
+        name: local(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def with_graph(model: nn.Module, x: Tensor) -> None:
+    """The derivative of a derivative with respect to the input."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def by_autocast(model: nn.Module, x: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # threads share the cache
+        out = model(x)
+    out.float().square().mean().backward()
+
+
+def expanded(model: nn.Module, x: Tensor) -> None:
+    """What comes back has strides of zero."""
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "compute", [backward, expanded, with_graph, by_autocast], ids=lambda f: f.__name__
+)
+def test_gradients_have_the_bits_of_the_ordinary_way(
+    compute: Any, strategy: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net()
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        model = copy.deepcopy(net)
+        sw.shard(model, strategy, comm=comm)
+        return steps(model, comm.rank, compute)
+
+    ours = run(2, rank)
+    monkeypatch.setattr(linear_in_slot, "LARGE", 1 << 30)
+    for one, other in zip(ours, run(2, rank), strict=True):
+        assert one.keys() == other.keys()
+        same = torch.allclose if compute is with_graph else torch.equal  # sums of another order
+        assert all(same(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("precision", [sw.Precision(), BF16], ids=["float32", "bfloat16"])
+def test_no_gradient_that_comes_once_is_copied(
+    precision: sw.Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "SMALL", 1)
+
+    def rank(comm: Comm) -> None:
+        model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 5, bias=False))
+        sharded = sw.shard(model, comm=comm, wrap=sw.wrap.whole(), precision=precision)
+        for _ in range(2):
+            backward(model, rows(comm.rank))
+        first = 0 if precision is not BF16 else 2 * 30 * 2  # it opens the bucket, in two steps
+        assert [bucket.gradients.copied for bucket in sharded.buckets] == [first]
+
+    run_threads(2, rank)
+
+
+def test_micro_batches_are_added_and_a_gradient_that_is_dropped_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = Net()
+
+    def rank(comm: Comm) -> list[Tensor]:
+        model = copy.deepcopy(net)
+        sharded = sw.shard(model, comm=comm)
+        for drops in (False, True):
+            with sharded.accumulate():
+                backward(model, rows(comm.rank))
+            if drops:
+                sharded.drop_gradients()
+        backward(model, rows(2 + comm.rank))
+        return [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+    ours = run_threads(2, rank)
+    monkeypatch.setattr(linear_in_slot, "LARGE", 1 << 30)
+    for one, other in zip(ours, run_threads(2, rank), strict=True):
+        assert len(one) == 5
+        assert all(map(torch.equal, one, other))
+
+
+def test_a_hook_keeps_the_gradient_that_it_was_given() -> None:
+    """Also one on a node, which is found out when the gradient comes back as a copy."""
+
+    def rank(comm: Comm) -> None:
+        model, kept = Net(), list[Tensor]()
+        node: Any = get_gradient_edge(model.first.weight).node
+        sw.shard(model, comm=comm)
+        model.second.weight.register_hook(lambda grad: kept.append(grad[1:]))
+        node.register_prehook(kept.extend)
+        backward(model, rows(comm.rank))
+        before = [one.clone() for one in kept]
+        backward(model, rows(5))
+        assert len(before) == 2
+        assert all(map(torch.equal, kept, before))
+
+    run_threads(2, rank)
+
+
+class Twice(nn.Module):
+    """A map that a reentrant checkpoint uses while a gradient of it waits for another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fc = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, 4] → [rows, 4]``."""
+        x = self.inner(x)
+        first = self.fc(x)  # whose backward pass comes last
+        recomputed: Tensor = checkpoint(self.fc, x.tanh(), use_reentrant=True)
+        return self.fc(first + recomputed.tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp")
+def test_a_gradient_that_comes_while_its_slot_is_lent_does_not_write_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = Twice()
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        model = copy.deepcopy(net)
+        sw.shard(model, comm=comm)
+        return steps(model, comm.rank, backward)
+
+    ours = run_threads(2, rank)
+    monkeypatch.setattr(linear_in_slot, "LARGE", 1 << 30)
+    for one, other in zip(ours, run_threads(2, rank), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("before_it_comes", ["another gradient", "the reduce", "the end"])
+def test_a_bucket_of_which_a_slot_is_lent_is_left_to_the_borrower(before_it_comes: str) -> None:
+    def rank(comm: Comm) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        sharded = sw.shard(model, wrap=sw.wrap.whole(), comm=comm)
+        (gradients,) = (bucket.gradients for bucket in sharded.buckets)
+        gradients.collect(1, torch.full((4,), 3.0), carried=False)
+        borrowed = gradients.lend(0, torch.float32)
+        assert borrowed is not None
+        assert gradients.lend(0, torch.float32) is None
+        borrowed.fill_(7)
+        if before_it_comes == "another gradient":
+            gradients.collect(0, torch.ones(4, 4), carried=False)
+        elif before_it_comes == "the reduce":
+            gradients.reduce()
+        gradients.settle()
+        gradients.collect(0, torch.zeros(4, 4), carried=False)
+        assert borrowed.eq(7).all()
+        gradients.drop()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # that torch imports for them
+def test_other_derivatives_take_the_ordinary_way_and_a_copy_has_no_other() -> None:
+    model, x = Net(), rows(0)
+    plain = copy.deepcopy(model)
+    sharded = sw.shard(model, comm=LocalComm())
+    assert "forward" not in vars(copy.deepcopy(model).first)
+    with sharded.full_params():
+        assert torch.equal(torch.func.jacrev(model)(x), torch.func.jacrev(plain)(x))
+    with forward_ad.dual_level():
+        ours, expected = (
+            forward_ad.unpack_dual(m(forward_ad.make_dual(x, x))) for m in (model, plain)
+        )
+        assert torch.equal(ours.tangent, expected.tangent)
+    sharded.unshard()
+    assert "forward" not in vars(model.first)
+
+
+def test_a_forward_of_the_users_own_stays() -> None:
+    model = Net()
+    model.first.forward = lambda x: 2 * F.linear(x, model.first.weight)  # type: ignore[assignment]
+    expected = model(rows(0))
+    sw.shard(model, comm=LocalComm())
+    assert torch.equal(model(rows(0)), expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_graph_is_torchs_but_for_a_name_and_keeps_the_view_and_not_the_parameter(
+    bias: bool,
+) -> None:
+    """By what is kept, a later backward pass would see what the parameter shows by then."""
+    model = nn.Sequential(nn.Linear(4, 6, bias=bias))
+    sw.shard(model, comm=LocalComm())
+    x = rows(0).requires_grad_()
+    ours: Any = model(x).grad_fn
+    theirs: Any = F.linear(x, torch.ones(6, 4, requires_grad=True), model[0].bias).grad_fn
+    names = [[node.name() for node, _ in one.next_functions if node] for one in (ours, theirs)]
+    assert names[0] == names[1]
+    assert not any(kept is model[0].weight for kept in ours.saved_tensors)
+
+
+def test_a_vector_and_rows_out_of_order_take_the_ordinary_way() -> None:
+    model = nn.Sequential(nn.Linear(4, 6, bias=False))
+    sw.shard(model, comm=LocalComm())
+    for x in (torch.ones(4), torch.ones(3, 2, 4).transpose(0, 1)):
+        assert "Linear" not in type(model(x).grad_fn).__name__
+    assert "Linear" in type(model(torch.ones(3, 2, 4)).grad_fn).__name__
