@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 import shardwise as sw
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.handover import handle
-from shardwise.integrations.transformers import Trainer, arguments_of
+from shardwise.integrations.transformers import Trainer, arguments_of, written_as_they_are
 from tests.copies import assert_near
 from tests.integrations import trainer_runs as jobs
 from tests.integrations.started import on_ranks
@@ -300,6 +300,30 @@ def test_a_model_that_is_sharded_already_is_trained_as_it_is(tmp_path: Path, alo
     trainer = made(tmp_path, model, max_steps=1, save_strategy="no")
     trainer.train()
     assert handle(trainer.model) is sharded
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_written_by_those_who_hold_them_and_nothing_is_gathered(
+    tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    monkeypatch.delattr(sw.Sharded, "state_dict")
+    trainer = made(tmp_path, jobs.llama(tie_word_embeddings=tied), max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    with handle(trainer.model).full_params():
+        for name, value in trainer.model.named_parameters():
+            assert torch.equal(saved[name], value)
+
+
+def test_weights_that_transformers_converts_are_written_by_it(alone: Any) -> None:
+    experts: Any = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    sizes: Any = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    config = transformers.Qwen3MoeConfig(vocab_size=61, intermediate_size=8, **sizes, **experts)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    assert written_as_they_are(model) is None  # not sharded yet
+    sw.shard(model)
+    assert written_as_they_are(model) is None
 
 
 def test_without_its_optimizer_a_checkpoint_is_resumed_with_a_warning(

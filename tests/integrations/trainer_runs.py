@@ -88,7 +88,7 @@ def result(trained: Any, folder: Path) -> Result:
     (file,) = (folder / "final").glob("*.safetensors")
     return {
         "log": log,
-        "params": load_file(file),
+        "params": dict(sorted(load_file(file).items())),  # in any order
         "files": sorted(path.name for path in folder.iterdir()),
     }
 

@@ -174,7 +174,8 @@ class Twice(nn.Module):
         x = self.inner(x)
         first = self.fc(x)  # whose backward pass comes last
         recomputed: Tensor = checkpoint(self.fc, x.tanh(), use_reentrant=True)
-        return self.fc(first + recomputed.tanh())
+        out: Tensor = self.fc(first + recomputed.tanh())
+        return out
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.cpu.amp")
@@ -247,7 +248,7 @@ def test_the_graph_is_torchs_but_for_a_name_and_keeps_the_view_and_not_the_param
     bias: bool,
 ) -> None:
     """By what is kept, a later backward pass would see what the parameter shows by then."""
-    model = nn.Sequential(nn.Linear(4, 6, bias=bias))
+    model: Any = nn.Sequential(nn.Linear(4, 6, bias=bias))
     sw.shard(model, comm=LocalComm())
     x = rows(0).requires_grad_()
     ours: Any = model(x).grad_fn

@@ -3,8 +3,9 @@
     from shardwise.integrations.transformers import Trainer
 
 Its loop, arguments, callbacks and files are those of ``transformers.Trainer``. What is replaced is
-the ``Accelerator``, and how a sharded model and its optimizer get into those files: whole, by
-rank 0, so a plain ``Trainer`` resumes from them, and this one at any number of ranks.
+the ``Accelerator``, and how a sharded model and its optimizer get into those files: each rank
+writes its part of the weights, and rank 0 the optimizer's whole state. A plain ``Trainer`` resumes
+from them, and this one at any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardwise.api.nn import chunked_cross_entropy
 from shardwise.api.sharded import Sharded
 from shardwise.checkpoint import by_name, numbered
 from shardwise.checkpoint.collectives import raise_on_all
+from shardwise.checkpoint.local_shards import held_whole
 from shardwise.hf.adapters import is_adapters
 from shardwise.hf.labelled import causal_model, head_of, in_place_of_logits, why_all_logits
 from shardwise.integrations import handover
@@ -57,6 +61,8 @@ class Trainer(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
     _loss_only = False  # the outputs are dropped
+    _whole: dict[str, Tensor] | None = None  # what ``save_pretrained`` writes
+    _written: set[str] | None = None  # the names of what all ranks write in its place
 
     def sharding(self) -> dict[str, Any]:
         """The arguments of ``shard()``, from ``TrainingArguments``; override it for others."""
@@ -116,13 +122,22 @@ class Trainer(transformers.Trainer):
         """Leave the model where it is until it is sharded: the unsharded model may not fit."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder for ``from_pretrained``. A collective."""
-        self._whole = whole_states(self.model, rank0_only=not self.args.save_on_each_node)
+        """Write a folder for ``from_pretrained``. A collective.
+
+        Each rank writes its part of the weights. Rank 0 gathers adapters, and a model whose weights
+        transformers converts; with ``save_on_each_node`` one rank of each node has the whole model.
+        """
+        each = self.args.save_on_each_node
+        self._written = None if each else written_as_they_are(self.model)
+        self._whole = {} if self._written else whole_states(self.model, rank0_only=not each)
         super().save_model(output_dir, _internal_call)
         self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, self._whole)
+        if self._written is not None:
+            path = Path(output_dir or str(self.args.output_dir)) / SAFE_WEIGHTS_NAME
+            handle(self.model).save_file(path, names=self._written.__contains__)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder, optimizer = Path(output_dir), self.optimizer.optimizer
@@ -170,6 +185,25 @@ def labelled_loss(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
             yield
     finally:
         del model._loss_function
+
+
+def written_as_they_are(model: nn.Module) -> set[str] | None:
+    """Return the names of the weights that ``save_pretrained`` would write, as the model has them.
+
+    ``None`` where it would write others: adapters, or weights that it renames, splits or joins.
+    """
+    sharded = handover.handle_of(model)
+    if sharded is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    members = [member for bucket in sharded.buckets for member in bucket.members]
+    shapes = [(member.aliases, member.shape) for member in members]
+    shapes += [(names, buffer.shape) for names, buffer in held_whole(model)]
+    tied, left_out = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
+    named = {([n for n in names if n not in tied] or names)[0]: shape for names, shape in shapes}
+    states = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
+    written = revert_weight_conversion(model, dict(states))
+    is_other = model._hf_peft_config_loaded or any(written.get(n) is not states[n] for n in states)
+    return None if is_other else states.keys() - left_out
 
 
 def whole_states(model: nn.Module, rank0_only: bool) -> dict[str, Tensor] | None:
