@@ -29,21 +29,20 @@ def faults_of_writing(tensor: Tensor) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def new(pages: Pages, nbytes: int) -> tuple[Tensor, int]:
-    tensor = pages.tensor(nbytes, torch.uint8)
-    return tensor, tensor.data_ptr()
-
-
 def lent(pages: Pages, nbytes: int) -> Tensor:
-    tensor, start = new(pages, nbytes)
-    pages.lend(start)
-    return tensor
+    return pages.tensor(nbytes, torch.uint8)
+
+
+def free(pages: Pages, nbytes: int) -> tuple[Tensor, int]:
+    tensor = lent(pages, nbytes)
+    pages.take(tensor.data_ptr())
+    return tensor, tensor.data_ptr()
 
 
 @pytest.mark.parametrize("nbytes", KINDS.values(), ids=KINDS)
 def test_what_one_tensor_frees_the_next_one_fills(nbytes: int) -> None:
     pages = Pages()
-    (first, at_first), (second, at_second) = new(pages, nbytes), new(pages, nbytes)
+    (first, at_first), (second, at_second) = free(pages, nbytes), free(pages, nbytes)
     view = second[5:]
     pages.lend(at_first)
     assert faults_of_writing(first) >= nbytes >> 12
@@ -61,7 +60,7 @@ def test_what_one_tensor_frees_the_next_one_fills(nbytes: int) -> None:
 
 def test_a_tensor_of_another_size_gets_the_pieces_that_there_are() -> None:
     pages = Pages()
-    (small, at_small), (large, _) = new(pages, 2 * PIECE), new(pages, 3 * PIECE)
+    (small, at_small), (large, _) = free(pages, 2 * PIECE), free(pages, 3 * PIECE)
     pages.lend(at_small)
     small.fill_(1)
     pages.take(at_small)
@@ -129,3 +128,11 @@ def test_a_large_full_bucket_keeps_its_storage_while_it_is_free() -> None:
         full.copy_(torch.arange(float(LARGE)))
         assert view.tolist() == [2.0, 3.0, 4.0]
     assert (full.data_ptr(), full.is_inference()) == (start, False)
+
+
+def test_a_full_bucket_that_was_never_free_keeps_its_values_where_it_is_refilled() -> None:
+    memory = Memory(torch.device("cpu"))
+    full = memory.full(LARGE, torch.float32).fill_(2)
+    memory.free(memory.gradient(LARGE, torch.float32).fill_(1).untyped_storage())
+    memory.refill(full.untyped_storage(), full.nbytes)
+    assert bool((full == 2).all())

@@ -41,9 +41,7 @@ class Memory:
 
     def gradient(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate tensors that are sent or summed."""
-        tensor = self._paged(numel, dtype)
-        pages.lend(tensor.data_ptr())
-        return tensor
+        return self._paged(numel, dtype)
 
     def free(self, storage: UntypedStorage) -> None:
         """Free the memory of a full bucket. Its tensors and views stay, for ``refill``.

@@ -35,11 +35,11 @@ class Pages:
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}  # start → bytes of each tensor
-        self._empty = set[int]()  # starts of those that have none, or fresh ones
+        self._empty = set[int]()  # starts of those whose pages were taken
         self._spare: dict[int, list[int]] = defaultdict(list)  # bytes → starts of unused pieces
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]``, in a storage of its own; ``lend`` gives it pages that were used before."""
+        """``[numel]``, uninitialised, in a storage of its own, with pages that were used before."""
         nbytes = numel * dtype.itemsize
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         block = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE), np.uint8, nbytes)
@@ -47,6 +47,7 @@ class Pages:
         self._sizes[start] = size
         self._empty.add(start)
         weakref.finalize(block, self._end, start).atexit = False
+        self.lend(start)  # now: later it would replace what was written there
         return torch.from_numpy(block).view(dtype)
 
     def holds(self, start: int) -> bool:
