@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from shardwise.cli.format_records import _FORMATTERS, clock, format_record, format_step
+from shardwise.train.comparison import Compared, Predicted
 from shardwise.train.records import (
     Built,
     Busy,
@@ -16,7 +17,6 @@ from shardwise.train.records import (
     Finished,
     LeftOut,
     Placed,
-    Predicted,
     Prepared,
     Record,
     Replaced,
@@ -285,3 +285,21 @@ def test_a_warning_is_a_line() -> None:
 
 def test_a_clock_has_hours_when_needed() -> None:
     assert [clock(s) for s in (0, 59.6, 3_599, 3_725)] == ["0:00", "1:00", "59:59", "1:02:05"]
+
+
+def test_a_plan_and_what_was_measured_are_one_line() -> None:
+    compared = Compared(2**30, 3 * 2**29, 1000.0, 1100.0, 0.4, 0.44, ("time by forward",), "", 61)
+    assert format_record(compared) == [
+        (
+            "plan      memory 1.0 GiB planned, 1.5 GiB measured (+50%); "
+            "tokens/s 1,000 planned, 1,100 measured (+10%); "
+            "MFU 40.0% planned, 44.0% measured (+10%)"
+        ),
+        "off       time by forward",
+        "events    the engine's bytes were as planned at each of 61 events",
+    ]
+    unknown = Compared(2**30, None, None, 1100.0, None, None, (), None, 61)
+    (line,) = format_record(unknown)
+    assert line == (
+        "plan      memory 1.0 GiB planned; tokens/s 1,100 measured, not planned; MFU not planned"
+    )

@@ -47,8 +47,8 @@ def no_wait_for_a_gather() -> Patch:
 
 
 def _forget(gradients: Any) -> None:
-    if gradients._reducing is not None:
-        gradients._reducing = gradients._reducing._replace(pending=Completed())
+    if gradients.reducing is not None:
+        gradients.reducing = gradients.reducing._replace(pending=Completed())
 
 
 def no_wait_for_a_reduction() -> Patch:

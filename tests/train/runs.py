@@ -17,6 +17,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.batches import Batches, MicroBatch
+from shardwise.train.foresight import USUAL, Foresight
 from shardwise.train.job import Job
 from shardwise.train.loop import Outcome, train
 from shardwise.train.records import Busy, Record, Stepped
@@ -71,6 +72,7 @@ class Watched:
         world: int,
         heard: Callable[[Record], None] = lambda _: None,
         ask: Callable[[Comm], SignalRequests] = lambda _: SignalRequests(),
+        foresight: Foresight = USUAL,
     ) -> Outcome:
         """One run on ``world`` threads; ``heard`` sees what rank 0 says, ``ask`` what is asked."""
 
@@ -79,7 +81,9 @@ class Watched:
                 self.told.append(record)
                 heard(record)
 
-        outcomes = threads.run(world, lambda comm: train(recipe, comm, emit, ask(comm)))
+        outcomes = threads.run(
+            world, lambda comm: train(recipe, comm, emit, ask(comm), foresight=foresight)
+        )
         assert len({(o.step, o.stopped, o.save_error) for o in outcomes}) == 1
         return outcomes[0]
 

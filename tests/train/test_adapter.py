@@ -18,8 +18,9 @@ from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
 from shardwise.recipe.read import read_recipe
 from shardwise.recipe.recipe import Recipe
+from shardwise.train.comparison import Predicted
 from shardwise.train.loop import train
-from shardwise.train.records import Built, Finished, Placed, Predicted, Record
+from shardwise.train.records import Built, Finished, Placed, Record
 from tests.hf.folders import tiny
 from tests.train.tiny import text_folder
 

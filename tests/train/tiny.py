@@ -18,7 +18,7 @@ data: {source: SOURCE, context: 16, validation: 0.2}
 batch: {rows: 12, micro: 1}
 optimizer: {lr: 1e-2, warmup: 2, eps: 1e-4}
 sample: {prompt: "def", tokens: 4}
-run: {folder: FOLDER, steps: 4, eval_every: 2, eval_rows: 7, device: cpu}
+run: {folder: FOLDER, steps: 4, eval_every: 2, eval_rows: 7, device: cpu, plan: false}
 """
 
 

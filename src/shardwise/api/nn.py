@@ -23,7 +23,7 @@ def chunked_cross_entropy(
     head: nn.Module,
     target: Tensor,
     *,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     reduction: Literal["mean", "sum"] = "mean",
     chunk: int | None = None,
     chunk_bytes: int | None = None,
@@ -40,7 +40,7 @@ def chunked_cross_entropy(
         hidden: floating point, ``[..., features]``, in the dtype in which ``head`` computes.
         head: an ``nn.Linear``, ``features`` → ``vocabulary``, or a module around one.
         target: int64, the shape of ``hidden`` without its last dimension.
-        ignore_index: the target of places without a label.
+        ignore_index: the target of places without a label; ``None``: every place has one.
         reduction: ``"mean"`` over the labels, or their ``"sum"``.
         chunk: labels at a time; ``None``: as ``chunk_bytes`` says.
         chunk_bytes: of a chunk's logits in float32; ``None``: those of ``hidden`` in float32, but
@@ -59,9 +59,9 @@ def chunked_cross_entropy(
         rows = chunk or (chunk_bytes or 4 * hidden.numel()) // (4 * linear.out_features)
         rows = max(rows, 1 if chunk or chunk_bytes else LEAST_ROWS)
         labels = target.flatten()
-        places = (labels != ignore_index).nonzero().squeeze(1)
+        places = None if ignore_index is None else (labels != ignore_index).nonzero().squeeze(1)
         hidden = hidden.flatten(0, -2)
-        if len(places) < len(labels):
+        if places is not None and len(places) < len(labels):
             hidden, labels = hidden.index_select(0, places), labels[places]
         total = _sum(hidden, head, labels, rows)
         return total / len(labels) if reduction == "mean" else total

@@ -14,7 +14,6 @@ from typing import Any
 import click
 import torch
 
-from shardwise.cli.plan import HERE
 from shardwise.cli.planned import planned
 from shardwise.cli.tables import table
 from shardwise.comm.machine.environment import read_launch
@@ -28,9 +27,10 @@ from shardwise.integrations.side_by_side import (
 )
 from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.plan.forecast.candidate import Candidate
-from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Planner
 from shardwise.plan.forecast.question import Question
+from shardwise.train.foresight import machine_here
+from shardwise.train.memory_estimate import memory_of
 
 MEMORY_STEPS = 3
 
@@ -56,16 +56,9 @@ class Bench:
         return [*words, *(f"--engine={name}" for name in self.engines)]
 
     def question(self, ranks: int) -> Question:
-        """The question about this machine: without its entry, only about its device's memory."""
-        if self.machines is not None:
-            here = known().with_file(self.machines).machine(HERE, ranks)
-        else:
-            device, machine = (
-                torch.accelerator.current_accelerator(),
-                known().machine("H100", ranks),
-            )
-            kind = "cpu" if device is None else device.type
-            here = replace(machine, accelerator=replace(machine.accelerator, device=kind))
+        """The question about this machine; without its entry, about its memory alone."""
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        here = machine_here(device, memory_of(device), self.machines, ranks).machine
         return replace(planned(self.model, here, ranks, length=self.seq).question, rows=None)
 
 

@@ -131,6 +131,12 @@ def _rank_and_step(
     is_flag=True,
     help="Print each rank's local rank, device and host, and what shard() did.",
 )
+@click.option("--force", is_flag=True, help="Train, though the plan says that it cannot fit.")
+@click.option(
+    "--machines",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="What `shardwise plan --calibrate` wrote: for planned times beside measured ones.",
+)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: Any) -> None:
     """The command; its help is ``TRAIN``."""
@@ -140,7 +146,8 @@ def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: 
 
         run_rehearsal(parsed)
         return
-    from shardwise.cli.train import LaunchOptions, run_train
+    from shardwise.cli.launch_options import LaunchOptions
+    from shardwise.cli.train import run_train
 
     run_train(parsed, (recipe, *overrides), LaunchOptions(**processes))
 
@@ -152,7 +159,8 @@ def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
 
     try:
         processes = ("--nproc", "--restarts", "--kill-rank", "--rehearse")
-        return read_recipe(path, overrides, (*processes, "--verbose", "--help"))
+        others = ("--verbose", "--force", "--machines", "--help")
+        return read_recipe(path, overrides, (*processes, *others))
     except ConfigError as error:
         if write_error_file(error):
             sys.exit(1)

@@ -6,12 +6,13 @@ Each line is complete in itself, for log files and `grep`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardwise.cli.format_names import escape
 from shardwise.cli.tables import table
 from shardwise.plan.printed import size
+from shardwise.train.comparison import Compared, Predicted
 from shardwise.train.records import (
     Built,
     Busy,
@@ -20,7 +21,6 @@ from shardwise.train.records import (
     Evaluated,
     Finished,
     Placed,
-    Predicted,
     Prepared,
     PreparedSamples,
     Record,
@@ -217,6 +217,26 @@ def _predicted(r: Predicted) -> str:
     )
 
 
+def _compared(r: Compared) -> Iterator[str]:
+    def both(planned: float | None, took: float | None, form: Callable[[float], str]) -> str:
+        if planned is None:
+            return "not planned" if took is None else f"{form(took)} measured, not planned"
+        if took is None:
+            return f"{form(planned)} planned"
+        more = took / planned - 1 if planned else 0.0
+        return f"{form(planned)} planned, {form(took)} measured ({more:+.0%})"
+
+    memory = both(r.planned_memory, r.memory, lambda n: size(int(n)))
+    rate = both(r.planned_rate, r.rate, lambda n: f"{n:,.0f}")
+    mfu = both(r.planned_mfu, r.mfu, lambda n: f"{n:.1%}")
+    yield _labelled("plan", f"memory {memory}; tokens/s {rate}; MFU {mfu}")
+    for term in r.off:
+        yield _labelled("off", term)
+    if r.differs is not None:
+        as_planned = f"the engine's bytes were as planned at each of {r.events:,} events"
+        yield _labelled("events", r.differs or as_planned)
+
+
 def _placed(r: Placed) -> list[str]:
     ranks = len(r.rows[0].per_rank)
     total = Bytes(
@@ -264,6 +284,7 @@ _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Placed: lambda r: ["", *_placed(r)],
     Predicted: lambda r: [_predicted(r)],
     Exchanged: lambda r: [_exchanged(r)],
+    Compared: lambda r: list(_compared(r)),
     Warned: lambda r: [_labelled("warning", r.message)],
     Busy: lambda r: [_labelled("busy", f"{r.what}, {r.seconds:.0f} s so far")],
     Saved: lambda r: [_saved(r)],

@@ -24,8 +24,8 @@ from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.verdict import Verdict
 from shardwise.recipe.read import set_key
+from shardwise.train.foresight import HERE
 
-HERE = "here"  # the name of a calibrated machine
 QUANTITY = re.compile(r"([\d.,_]+) *([kmgbt]?)(?:i?b(?:ytes?)?|tok(?:ens?)?)?", re.IGNORECASE)
 CLOSE = 0.1  # a global batch may be changed by so much, so that ranks have equal parts
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}

@@ -8,23 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import yaml
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from shardwise.cli.models import named_model
-from shardwise.config.prefetch import Prefetch
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine
 from shardwise.plan.forecast.question import Inputs, Question
 from shardwise.recipe.read import read_recipe
 from shardwise.recipe.recipe import Recipe
-from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.recipe.shipped import path_of, shipped
 
-BY_CANDIDATES = ("strategy", "mesh", "unsharded", "activation_checkpointing", "offload", "prefetch")
 LENGTH = 2048  # tokens of a row where nothing says how long it is
 QUANTIZED = {
     "nf4": {"bits": 4, "type": "nf4"},
@@ -99,33 +94,25 @@ def _refuse_changes(name: str, lora: int | None, quantize: str | None) -> None:
 
 
 def _of_recipe(path: str, machine: Machine, ranks: int, length: int | None) -> Planned:
-    from shardwise.train.decoder import Decoder
-    from shardwise.train.model_folder import on_meta
+    from shardwise.train.question import chosen_by, model_of, question_of
 
-    recipe = read_recipe(path)
-    length = length or recipe.data.context
-    if recipe.model.source is None:
-        with torch.device("meta"):
-            model: nn.Module = Decoder(recipe.model, recipe.tokenizer.vocabulary, length)
-    else:
-        model = _causal(on_meta(recipe))
     is_yaml = path_of(path).suffix != ".toml"
+    recipe = read_recipe(path, [f"--data.context={length}"] if length else [])
     keys = yaml.safe_load(path_of(path).read_text("utf-8")) if is_yaml else recipe.model_dump()
-    question = _question(recipe, model, machine, ranks, length)
-    return Planned(question, length, _chosen(recipe), keys or {})
+    question = question_of(recipe, model_of(recipe), machine, ranks)
+    return Planned(question, recipe.data.context, chosen_by(recipe), keys or {})
 
 
 def _of_transformers(
     keys: dict[str, Any], machine: Machine, ranks: int, length: int | None
 ) -> Planned:
-    from shardwise.train.model_folder import on_meta
+    from shardwise.train.question import model_of, question_of
 
-    recipe = Recipe.model_validate(keys)
-    model = _causal(on_meta(recipe))
+    model: Any = model_of(Recipe.model_validate(keys))
     longest = getattr(model.config, "max_position_embeddings", None) or LENGTH
-    length = length or min(longest, LENGTH)
-    question = _question(recipe, model, machine, ranks, length)
-    return Planned(replace(question, rows=None), length, None, keys)
+    keys["data"] = {"context": length or min(longest, LENGTH)}
+    question = question_of(Recipe.model_validate(keys), model, machine, ranks)
+    return Planned(replace(question, rows=None), keys["data"]["context"], None, keys)
 
 
 def _keys(source: str, lora: int | None, quantize: str | None) -> dict[str, Any]:
@@ -140,63 +127,6 @@ def _keys(source: str, lora: int | None, quantize: str | None) -> dict[str, Any]
         model["quantization"] = QUANTIZED[quantize]
     adapter = {"adapter": {"rank": lora}} if lora else {}
     return {"model": model, **adapter, "sharding": {"precision": precision}}
-
-
-def _question(
-    recipe: Recipe, model: nn.Module, machine: Machine, ranks: int, length: int
-) -> Question:
-    arguments = shard_arguments(recipe.sharding)
-    return Question(
-        model,
-        lambda rows: ((torch.zeros(rows, length, dtype=torch.int64),), _options(model)),
-        machine,
-        ranks,
-        recipe.batch.rows,
-        recipe.optimizer.name.removeprefix("paged_"),
-        {key: value for key, value in arguments.items() if key not in BY_CANDIDATES},
-        loss=cross_entropy,
-    )
-
-
-def _chosen(recipe: Recipe) -> Candidate:
-    """Return the recipe's own settings; those that candidates do not have as they are written."""
-    sharding, arguments = recipe.sharding, shard_arguments(recipe.sharding)
-    usual = {"unsharded": 0, "prefetch": Prefetch()}
-    written = {key: arguments[key] for key, value in usual.items() if arguments[key] != value}
-    if sharding.activation_offload:
-        written["activation_checkpointing"] = arguments["activation_checkpointing"]
-    return Candidate(
-        sharding.strategy,
-        recipe.batch.micro,
-        sharding.mesh,
-        int(sharding.activation_checkpointing),
-        sharding.offload,
-        written=tuple((key, _hashable(value)) for key, value in written.items()),
-    )
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _causal(model: Any) -> Any:
-    from shardwise.hf.causal_attention import make_causal
-
-    make_causal(model)
-    return model
-
-
-def _options(model: nn.Module) -> dict[str, Any]:
-    """Return options of models of transformers for what training does not use."""
-    return {"use_cache": False} if hasattr(model, "config") else {}
-
-
-def cross_entropy(output: Any) -> Tensor:
-    """The loss of a causal language model, all places labelled, as the trainer computes it."""
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
-    every = logits.float().flatten(0, 1)
-    targets = torch.zeros(every.shape[0], dtype=torch.int64, device=every.device)
-    return F.cross_entropy(every, targets, reduction="sum")
 
 
 def _with_rows(inputs: Any, rows: int) -> Inputs:

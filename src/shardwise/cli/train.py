@@ -11,25 +11,16 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
+from shardwise.cli.launch_options import LaunchOptions
 from shardwise.comm.machine.environment import read_launch
 from shardwise.errors import ConfigError
 from shardwise.launch.launcher import start
 from shardwise.recipe.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The options of ``shardwise train``: processes, restarts, a simulated crash, more output."""
-
-    nproc: int | None
-    restarts: int
-    kill_rank: tuple[int, int] | None
-    verbose: bool
 
 
 def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) -> None:
@@ -50,11 +41,10 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
             return
         with _imports():
             from shardwise.cli import train_rank
-        how = options.nproc, options.kill_rank, options.verbose
         if launch is None:
-            train_rank.run(recipe, None, *how)
+            train_rank.run(recipe, None, options)
         else:
-            train_rank.run_rank(recipe, launch, *how)
+            train_rank.run_rank(recipe, launch, options)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
@@ -85,7 +75,8 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
     if options.kill_rank:
         command += ["--kill-rank", "{}@{}".format(*options.kill_rank)]
-    command += ["--verbose"] * options.verbose
+    command += ["--verbose"] * options.verbose + ["--force"] * options.force
+    command += [f"--machines={options.machines}"] * (options.machines is not None)
 
     def say(fact: str) -> None:
         click.echo(f"crashed   {fact}")

@@ -11,6 +11,7 @@ import click
 import torch
 
 from shardwise.checkpoint.collectives import all_gather_object
+from shardwise.cli.launch_options import LaunchOptions
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.progress import reporter
 from shardwise.cli.tables import table
@@ -23,6 +24,7 @@ from shardwise.launch.error_files import record_errors, write_error_file
 from shardwise.launch.launcher import EXIT_STOPPED, exit_with_launcher, launch_attempt
 from shardwise.launch.signals import save_and_stop_signals
 from shardwise.recipe.recipe import Recipe
+from shardwise.train.foresight import Foresight
 from shardwise.train.loop import train
 from shardwise.train.records import Emit, Record
 from shardwise.train.requests import SignalRequests
@@ -32,18 +34,16 @@ Kill = tuple[int, int] | None
 """The rank of a simulated crash, and its step."""
 
 
-def run_rank(
-    recipe: Recipe, launch: Launch, nproc: int | None, kill_rank: Kill, verbose: bool
-) -> None:
+def run_rank(recipe: Recipe, launch: Launch, options: LaunchOptions) -> None:
     """Run as a rank of a launcher: an error is written to the error file that it reads."""
     exit_with_launcher(os.environ)
     try:
-        if nproc not in (None, launch.size):
+        if options.nproc not in (None, launch.size):
             raise ConfigError(
-                f"--nproc is {nproc}, but a launcher has already started {launch.size} processes; "
-                "leave --nproc out, or start without the launcher."
+                f"--nproc is {options.nproc}, but a launcher has already started {launch.size} "
+                "processes; leave --nproc out, or start without the launcher."
             )
-        run(recipe, launch, nproc, kill_rank, verbose)
+        run(recipe, launch, options)
     except Exception as error:
         if write_error_file(error):
             sys.exit(1)
@@ -58,12 +58,10 @@ def _requests(kill_rank: Kill, rank: int) -> SignalRequests:
     return SignalRequests(kill_at=step if killed == rank else 0)
 
 
-def run(
-    recipe: Recipe, launch: Launch | None, nproc: int | None, kill_rank: Kill, verbose: bool
-) -> None:
+def run(recipe: Recipe, launch: Launch | None, options: LaunchOptions) -> None:
     """This process's rank of the run."""
     attempt = Attempt(*launch_attempt(os.environ))
-    requests = _requests(kill_rank, launch.rank if launch else 0)
+    requests = _requests(options.kill_rank, launch.rank if launch else 0)
     with (
         without_their_noise(),
         connect(recipe.run.device) as comm,
@@ -71,15 +69,16 @@ def run(
         reporter(recipe.run.log_every, restarted=attempt.number > 0) as report,
         record_errors(),
     ):
-        if verbose:
+        if options.verbose:
             _print_ranks(comm, launch.local_rank if launch else 0)
             if comm.rank == 0:
                 logging.getLogger("shardwise").addHandler(logging.StreamHandler())
                 logging.getLogger("shardwise").setLevel(logging.INFO)
-        elif launch is None and nproc is None and (sentence := unused_devices(comm.device)):
+        elif launch is None and options.nproc is None and (sentence := unused_devices(comm.device)):
             click.echo(sentence)
         output = _Output(report, requests)
-        outcome = train(recipe, comm, output, requests, attempt)
+        foresight = Foresight(options.force, options.machines)
+        outcome = train(recipe, comm, output, requests, attempt, foresight)
         ending = f"{'stopped' if outcome.stopped else 'finished'} at step {outcome.step}"
         if outcome.save_error:
             raise CheckpointError(

@@ -68,11 +68,11 @@ class Gradients:
         self._kept = set[int]()  # those of which another gradient came than was computed there
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
         self._views: list[Tensor] = []  # of it
-        self._reducing: PendingReduction | None = None
+        self.reducing: PendingReduction | None = None
         self.result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._spread: Tensor | None = None  # a part of it is the sum of what is reduced
         self._spreading: Pending | None = None  # the other copies' parts of the result
-        self._stored: Tensor | None = None  # the same, in host memory
+        self.stored: Tensor | None = None  # the same, in host memory
         self._label = Label("reduce", spec.title)
         for index, param in enumerate(spec.params):
             param.lend_slot = partial(self.lend, index)  # type: ignore[attr-defined]
@@ -171,8 +171,8 @@ class Gradients:
     def drop(self) -> None:
         """Forget what was collected and what is on its way; give the shards' ``.grad`` back."""
         with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
-            if self._reducing is not None:
-                self._reducing.pending.wait()
+            if self.reducing is not None:
+                self.reducing.pending.wait()
             self.mean()
         with disable_torch_function():
             for index, view in self._shown.items():
@@ -181,7 +181,7 @@ class Gradients:
         self.restore()
         # A transfer may read the bucket still where its group has failed.
         self.full = self._bucket = self._spread = None
-        self._reducing = self.result = self._stored = None
+        self.reducing = self.result = self.stored = None
         self._views, self.carries = [], False
         for kept in (self._waiting, self._shown):
             kept.clear()
@@ -299,29 +299,29 @@ class Gradients:
             self._views[index].zero_()
         for start, stop in spec.full_views.gaps:
             full[start:stop].zero_()
-        self._reducing = self._reduce_over(0, full)
-        if self._reducing.sent is not full:  # it was narrowed
+        self.reducing = self._reduce_over(0, full)
+        if self.reducing.sent is not full:  # it was narrowed
             self._release()
-            self.full = self._reducing.sent
+            self.full = self.reducing.sent
 
     def average(self) -> None:
         """Wait for the reduce, let the gradient bucket go, and issue the sum over the copies."""
-        if self._reducing is not None:
-            self._reducing.pending.wait()
-            self._reducing = self._reduce_over(1, self._reducing.out)
+        if self.reducing is not None:
+            self.reducing.pending.wait()
+            self.reducing = self._reduce_over(1, self.reducing.out)
             self._release()
 
     def settle(self) -> None:
         """Wait for the sums and let the gradient bucket go."""
-        if self._reducing is not None:
-            self._reducing.pending.wait()
+        if self.reducing is not None:
+            self.reducing.pending.wait()
             earlier = None if self.result is None else self.mean()
-            self.result = self._to_copies(self._reducing.out)
+            self.result = self._to_copies(self.reducing.out)
             if earlier is not None:  # a gradient came late
                 self.mean()
                 self.result.add_(earlier)
         self._release()
-        self._reducing, self.carries = None, False
+        self.reducing, self.carries = None, False
         self._reduced |= self.arrived
         self.arrived.clear()
 
@@ -361,10 +361,10 @@ class Gradients:
             return
         stored = self._host.store(mean)
         self.result = None
-        if self._stored is not None:  # a gradient came late
+        if self.stored is not None:  # a gradient came late
             self._host.wait()
-            stored.add_(self._stored)
-        self._stored = stored
+            stored.add_(self.stored)
+        self.stored = stored
 
     def deliver(self, used: Sequence[bool], at_rest: bool) -> None:
         """Give each parameter its ``.grad``, added to what it had.
@@ -374,9 +374,9 @@ class Gradients:
                 had, ``None`` included, as in a plain training step.
             at_rest: the parameters have the shapes of their shards.
         """
-        if self._stored is not None:
+        if self.stored is not None:
             self._host.wait()
-            self.result, self._stored = self._stored, None
+            self.result, self.stored = self.stored, None
         if (mean := self.mean()) is not None:
             put = set_grad if at_rest else put_grad
             with untracked_views():

@@ -71,8 +71,7 @@ class Blueprint:
     @cached_property
     def nbytes(self) -> dict[str, UnitBytes]:
         """Bytes of each unit."""
-        units = self.specs.items()
-        return {unit: bytes_of(specs, [s for s in specs if s.trainable]) for unit, specs in units}
+        return {u: bytes_of(b, [s for s in b if s.trainable]) for u, b in self.specs.items()}
 
     def schedule(
         self, order: Order, mode: Mode = "train", nbytes: Mapping[str, UnitBytes] | None = None

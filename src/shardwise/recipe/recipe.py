@@ -140,6 +140,9 @@ class RunConfig(Section):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and sample")
     log_every: Positive = Field(10, description="steps between log lines")
+    plan: bool = Field(
+        True, description="plan a step before the first, and compare: shardwise plan"
+    )
     throughput_warmup: NotNegative = Field(3, description="first steps that tokens/s leaves out")
     eval_every: NotNegative | Literal["epoch"] = Field(
         0, description="steps between validations, or epoch; 0 = only at the end"

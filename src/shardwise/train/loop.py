@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from shardwise.train.collectives import all_gather_floats
 from shardwise.train.data import Data, prepare
 from shardwise.train.disk_estimate import check_disk
 from shardwise.train.footprint import footprint
+from shardwise.train.foresight import USUAL, Foresight, RunPlan, compared, planned
 from shardwise.train.job import Job, build
 from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.memory_estimate import check_memory
@@ -58,7 +59,7 @@ from shardwise.train.results import export, files_of
 from shardwise.train.run_logger import RunLogger
 from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start, finished_steps
 from shardwise.train.streams import StreamedRows, streams_per_rank
-from shardwise.train.throughput import Throughput, memory_in_use
+from shardwise.train.throughput import WINDOW, Throughput, memory_in_use
 from shardwise.train.trackers import check_installed
 from shardwise.train.validation import Validation
 from shardwise.train.worker import worker_of
@@ -89,18 +90,18 @@ def train(
     emit: Emit,
     requests: SignalRequests | None = None,
     attempt: Attempt = FIRST_ATTEMPT,
+    foresight: Foresight = USUAL,
 ) -> Outcome:
     """Train by ``recipe`` on the ranks of ``comm``. A collective.
 
     Args:
         recipe: the same on every rank, which is checked.
         comm: the ranks.
-        emit: called on rank 0 with each record.
-        requests: requests of signals to this process.
-        attempt: the launcher's attempt.
+        emit, requests: called on rank 0 with each record; requests of signals to this process.
+        attempt, foresight: the launcher's attempt, and how the run is planned.
 
     Raises:
-        ConfigError: batch, folder or data do not fit, or the folder holds a different run.
+        ConfigError: batch, folder, data or memory do not fit, or the folder holds a different run.
         CheckpointError: the checkpoint to resume from is damaged.
         RanksDisagree: the ranks were given different recipes.
         ShardwiseError: the loss is not finite.
@@ -133,9 +134,9 @@ def train(
             job = build(recipe, comm, data.training, data.tokenizer.get_vocab_size())
             if recipe.data.format != "text" and recipe.data.packing is True:
                 check_packing(job.model, data.tokenizer.get_vocab_size(), comm.device)
-        _report_built(job, data, logger)
+        plan = _report_built(job, data, logger, foresight)
         with closing(job.batches):
-            run = _Loop(job, data, logger, requests or SignalRequests())
+            run = _Loop(job, data, logger, (requests or SignalRequests(), plan))
             outcome = run.run(start)
         if not outcome.stopped:
             with job.averaged():
@@ -152,12 +153,14 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _report_built(job: Job, data: Data, logger: RunLogger) -> None:
+def _report_built(job: Job, data: Data, logger: RunLogger, foresight: Foresight) -> RunPlan | None:
+    """Say what was built; return its plan, if the recipe asks for one."""
     logger.log(built_record(job, data))
     if logger.folder is not None:
         check_disk(job, logger.folder.checkpoints)
     for note in notes(job.recipe):
         logger.log(Warned(note))
+    return planned(job, data, logger, foresight) if job.recipe.run.plan else None
 
 
 # --- the steps -------------------------------------------------------------------------------
@@ -166,8 +169,12 @@ def _report_built(job: Job, data: Data, logger: RunLogger) -> None:
 class _Loop:
     """The remaining steps of a run."""
 
-    def __init__(self, job: Job, data: Data, logger: RunLogger, requests: SignalRequests) -> None:
-        self._job, self._logger, self._requests = job, logger, requests
+    def __init__(
+        self, job: Job, data: Data, logger: RunLogger, asked: tuple[SignalRequests, RunPlan | None]
+    ) -> None:
+        self._job, self._logger = job, logger
+        self._requests, self._plan = asked
+        self._recording: Mapping[str, Any] = {}  # of one step
         self._comm, self._config = job.sharded.comm, job.recipe.run
         self._files = data.files
         self._checkpoints = Checkpoints(job, data, logger.log)
@@ -270,15 +277,28 @@ class _Loop:
         record = self._step_record(step, (loss, norm, lr, scale), int(memory))
         self._logger.log(record)
         self._logger.log(exchanged)
+        self._compare(step)
         _check_finite(record)
         validated = not self._is_validation_due(step)
         self._state = replace(self._state, step=step, validated=validated)
         return combined(per_rank[:, 2].tolist())
 
-    def _recorded(self, step: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
         """Record the last step that tokens/s leaves out, on rank 0."""
-        is_due = self._throughput.steps + 1 == max(1, self._config.throughput_warmup)
-        return recorded(self._job, step, self._logger) if is_due else nullcontext()
+        if self._throughput.steps + 1 != max(1, self._config.throughput_warmup):
+            yield
+            return
+        with recorded(self._job, step, self._logger, self._plan) as self._recording:
+            yield
+
+    def _compare(self, step: int) -> None:
+        """Say once what steps take beside the plan, when they are as many as are averaged."""
+        enough = self._throughput.steps == self._config.throughput_warmup + WINDOW
+        if self._plan is not None and (enough or step == self._steps):
+            rate = self._throughput.tokens_per_second
+            self._logger.log(compared(self._plan, self._recording or None, rate))
+            self._plan = None
 
     def _retry_failed_save(self, action: Callable[[], T]) -> T:
         """Call ``action``; again if it first raised the failure of a save in the background."""

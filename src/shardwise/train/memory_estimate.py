@@ -23,9 +23,9 @@ from shardwise.plan.printed import size
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.train import model_folder
+from shardwise.train.comparison import Predicted
 from shardwise.train.decoder import Decoder
 from shardwise.train.optimizer import blocksize_of
-from shardwise.train.records import Predicted
 
 MIN_VOCABULARY = 257  # what every tokenizer has; a recipe's number may be more than its text gives
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -59,7 +59,7 @@ def check_memory(
     memories = {f"on this {device.type}": (local_ranks, sum(here), machine_memory())}
     if device.type != "cpu":
         of_one = state_bytes(row, recipe, 1).device
-        memories = {f"on this {device.type}": (1, of_one, _memory(device))}
+        memories = {f"on this {device.type}": (1, of_one, memory_of(device))}
         memories["in host memory"] = (local_ranks, here.host, machine_memory(pinned=True))
     for where, (count, needed, available) in memories.items():
         if needed > available:
@@ -118,7 +118,10 @@ def machine_memory(pinned: bool = False) -> int:
     return min([total, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
-def _memory(device: torch.device) -> int:
+def memory_of(device: torch.device) -> int:
+    """Bytes of the device; of a CPU those of the machine."""
+    if device.type == "cpu":
+        return machine_memory()
     module, keys = torch.get_device_module(device), accelerators.row(device).memory_stats
     if keys:
         return int(module.memory_stats(device)[keys[0]])

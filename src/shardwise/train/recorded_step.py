@@ -3,9 +3,11 @@
 It is the last step that tokens/s leaves out, so recording it costs no step that is measured. The
 file `step.json` has it for `shardwise report`:
 
-    {"step": 3, "kinds": ["gathered", …], "moments": [[seconds, bytes of each kind, event], …]}
+    {"step": 3, "kinds": ["gathered", …], "moments": [[seconds, bytes of each kind, event], …],
+     "planned": [[the engine's bytes, all], …], "planned_most": {"gathered": …}}
 
-An event is null where the step begins and ends, or ``[op, unit, phase, reason]``.
+An event is null where the step begins and ends, or ``[op, unit, phase, reason]``. What is planned
+is there if the run was planned: for each moment, and of each kind at most.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from shardwise.plan.schedule.events import Event, Op
 from shardwise.torch_internals import disable_torch_function, get_grad
 from shardwise.train.folder import STEP
 from shardwise.train.footprint import storage_bytes
+from shardwise.train.foresight import OTHERS, RunPlan
 from shardwise.train.job import Job
 from shardwise.train.records import Warned
 from shardwise.train.run_logger import RunLogger
@@ -34,25 +37,32 @@ from shardwise.train.run_logger import RunLogger
 KINDS = (Kind.GATHERED, Kind.PARAMETERS, Kind.BUCKETS, Kind.GRADIENTS, Kind.OPTIMIZER)
 """Kinds of the engine's memory where it computes; what is kept in host memory beside that is not
 in them."""
-OTHERS = "activations and others"
-"""Bytes that the process has allocated beside the kinds since the step began."""
 
 
 @contextmanager
-def recorded(job: Job, step: int, logger: RunLogger) -> Iterator[None]:
-    """Record step ``step``, which is taken inside, and write its file. Rank 0 alone does so."""
+def recorded(
+    job: Job, step: int, logger: RunLogger, plan: RunPlan | None
+) -> Iterator[dict[str, Any]]:
+    """Record step ``step``, which is taken inside, and write its file. Rank 0 alone does so.
+
+    Returns:
+        The file's content, which is there when the block has ended.
+    """
+    content: dict[str, Any] = {}
     if logger.folder is None:
-        yield
+        yield content
         return
     recording, listeners = _Recording(job), job.sharded.runtime.listeners
     listeners.append(recording.add)
     try:
         recording.add(None)
-        yield
+        yield content
         recording.add(None)
     finally:
         listeners.remove(recording.add)
-    content = {"step": step, "kinds": [*KINDS, OTHERS], "moments": recording.moments}
+    content |= {"step": step, "kinds": [*KINDS, OTHERS], "moments": recording.moments}
+    if plan is not None:
+        content |= {"planned": plan.beside(recording.moments), "planned_most": plan.most}
     try:
         logger.folder.write_text(STEP, json.dumps(content))
     except OSError as error:
@@ -95,7 +105,8 @@ class _Recording:
             totals.append(storage_bytes(counted))
         nbytes = [after - before for before, after in pairwise(totals)]
         slices = sum(bucket.shard.nbytes for bucket in buckets if bucket.allocation.aliased)
-        return [nbytes[0] - slices, nbytes[1] + slices, *nbytes[2:]]
+        full = nbytes[0] - sum(map(_of_peers, buckets))
+        return [full - slices, nbytes[1] + slices, *nbytes[2:]]
 
     def _tensors(self, buckets: list[Bucket]) -> Iterator[list[Tensor | None]]:
         """The tensors of each of ``KINDS``."""
@@ -106,8 +117,17 @@ class _Recording:
         yield [bucket.full for bucket in buckets]
         yield [tensor for bucket in buckets for tensor in (bucket.shard, bucket.staged)]
         yield [bucket.gradients.full for bucket in buckets]
-        yield [*grads, *(bucket.gradients.result for bucket in buckets)]
+        gradients = [bucket.gradients for bucket in buckets]
+        sums = [own.reducing.out for own in gradients if own.reducing is not None]
+        yield [*grads, *sums, *(part for own in gradients for part in (own.result, own.stored))]
         yield [value for values in states for value in values if isinstance(value, Tensor)]
+
+
+def _of_peers(bucket: Bucket) -> int:
+    """Bytes of a full bucket that ranks map, without the part that counts for this rank."""
+    if not bucket.allocation.shared or bucket.full is None:
+        return 0
+    return bucket.full.nbytes - bucket.full.nbytes // bucket.spec.shard.size
 
 
 class _MallInfo2(ctypes.Structure):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from shardwise.train.comparison import Compared, Predicted
 from shardwise.train.worker import Exchanged
 
 
@@ -276,23 +277,6 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """Bytes that each rank will keep, known before the model is read.
-
-    Attributes:
-        parameters, gradients, optimizer: on the device, with padding.
-        in_host: of the same, what ``sharding.offload`` keeps in host memory.
-        gathered: full parameters at most at a time, besides.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    in_host: int
-    gathered: int
-
-
-@dataclass(frozen=True)
 class Warned:
     """A warning; the run continues."""
 
@@ -388,6 +372,7 @@ Record = (
     | Placed
     | Predicted
     | Exchanged
+    | Compared
     | Warned
     | Busy
     | Saved

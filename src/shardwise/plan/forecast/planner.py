@@ -39,7 +39,7 @@ from shardwise.plan.forecast.question import Question
 from shardwise.plan.forecast.rates import Rates
 from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
 from shardwise.plan.forecast.time import TimeForecast
-from shardwise.plan.forecast.work import StepWork
+from shardwise.plan.forecast.work import Span, StepWork
 
 R = TypeVar("R")
 
@@ -79,14 +79,26 @@ class Planner:
     def forecast(self, candidate: Candidate) -> Forecast:
         """The whole model, exactly. Raises ``ConfigError``: its rows cannot be split so."""
         self.question.check(candidate)
+        most = max(self.memories(candidate), key=lambda each: each.peak)
+        return Forecast(candidate, most, self.time(candidate))
+
+    def time(self, candidate: Candidate) -> TimeForecast:
+        """The time of a step of the whole model."""
+        return self._time(candidate, self._whole(candidate.recompute))
+
+    def memories(self, candidate: Candidate, alone: bool = False) -> list[MemoryForecast]:
+        """The memory of each kind of micro-batch of a step, in order.
+
+        Args:
+            alone: without what the model computes and keeps.
+        """
         depth = self._whole(candidate.recompute)
         blueprint, work = self._blueprint(candidate, depth), self._work(candidate, depth)
-        modes = (
+        work = _without_activations(work) if alone else work
+        return [
             memory.forecast(blueprint, work.order, work, self.question.optimizer, mode)
             for mode, _ in time.modes(self.question.micro_batches(candidate))
-        )
-        most = max(modes, key=lambda each: each.peak)
-        return Forecast(candidate, most, self._time(candidate, depth))
+        ]
 
     # ---- estimates -----------------------------------------------------------------------------
 
@@ -227,6 +239,7 @@ class Planner:
         )
         shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, None)
         grid = Grid.of(0, question.ranks, placement.splits, shape)
+        grid = Grid(*(axis._replace(shared=question.shared) for axis in grid))
         device = torch.device(question.machine.accelerator.device)
         return draw_on(grid, device, units, placement, options)
 
@@ -275,6 +288,13 @@ def _drawn(candidate: Candidate) -> tuple[Any, ...]:
         c.computes,
         bool(c.recompute),
     )
+
+
+def _without_activations(work: StepWork) -> StepWork:
+    forward, backward = (
+        tuple(Span(span.unit, 0, 0) for span in spans) for spans in (work.forward, work.backward)
+    )
+    return replace(work, forward=forward, backward=backward, inputs=0, buffers=0)
 
 
 class _Engine(NamedTuple):

@@ -33,6 +33,7 @@ class Question:
         arguments: of ``shard()`` that no candidate chooses, such as ``wrap`` and ``precision``.
         kernels: the software that computes.
         loss: of what the model returns.
+        shared: ranks map one full bucket, as those of one host can on a CPU.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Question:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     kernels: Kernels = field(default_factory=Kernels)
     loss: Loss = loss_of
+    shared: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -62,7 +64,7 @@ class Question:
         return 1 if self.rows is None else self.rows // (candidate.micro_batch * self.ranks)
 
     def rows_of(self, candidate: Candidate) -> int:
-        """Rows for which its step is compared with others': where they have as many, one."""
+        """Return the rows for which its step is compared with others': of as many, one."""
         return candidate.micro_batch if self.rows is None else 1
 
     def check(self, candidate: Candidate) -> None:

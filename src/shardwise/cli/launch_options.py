@@ -1,0 +1,21 @@
+"""The options of ``shardwise train`` beside a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Processes, restarts, a simulated crash, more output.
+
+    ``force`` and ``machines`` are those of ``Foresight``.
+    """
+
+    nproc: int | None
+    restarts: int
+    kill_rank: tuple[int, int] | None
+    verbose: bool
+    force: bool = False
+    machines: Path | None = None

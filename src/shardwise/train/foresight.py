@@ -1,0 +1,339 @@
+"""The plan of a run, asked before its first step, and what the run took beside it.
+
+recipe ─▶ question ─▶ plan ──────────────┐ memory and events of a step, tokens/s, MFU
+run    ─▶ one recorded step, tokens/s ───┴─▶ both, and the term that is off
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint.collectives import broadcast_object
+from shardwise.comm.machine.environment import local_size
+from shardwise.doctor.machine import device_name
+from shardwise.errors import ConfigError, ScheduleError
+from shardwise.plan.forecast.holdings import Kind
+from shardwise.plan.forecast.machine import Machine, known
+from shardwise.plan.forecast.memory import MemoryForecast, Moment
+from shardwise.plan.forecast.planner import Forecast, Planner
+from shardwise.plan.printed import size
+from shardwise.plan.schedule.events import Event, Op, Phase
+from shardwise.train.comparison import Compared
+from shardwise.train.data import Data
+from shardwise.train.job import Job
+from shardwise.train.memory_estimate import memory_of
+from shardwise.train.question import chosen_by, model_of, question_of, with_loss_in_head
+from shardwise.train.records import Warned
+from shardwise.train.run_logger import RunLogger
+
+HERE = "here"  # the name of a machine that `shardwise plan --calibrate` measured
+MAKES_WHOLE = (Op.LOAD, Op.UPDATE, Op.GATHER)
+OFF = 0.10  # a difference that is explained
+OF_ENGINE = (Kind.GATHERED, Kind.PARAMETERS, Kind.JOINED, Kind.BUCKETS, Kind.GRADIENTS)
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """A plan that is asked for.
+
+    Attributes:
+        force: train, though it does not fit.
+        machines: the file with this machine's entry; ``None``: of an accelerator, its name's.
+    """
+
+    force: bool = False
+    machines: Path | None = None
+
+
+USUAL = Foresight()
+
+
+class Here(NamedTuple):
+    """The machine that this process computes on; ``timed``: is its speed known?"""
+
+    machine: Machine
+    timed: bool
+
+
+def machine_here(
+    device: torch.device, memory: float, machines: Path | None, ranks: int | None = None
+) -> Here:
+    """The machine of ``device``, which has ``memory`` bytes, with ``ranks`` on each host.
+
+    Raises:
+        ConfigError: the file has no entry for it.
+    """
+    ranks = ranks or local_size(os.environ) or 1
+    if machines is not None:
+        return Here(known().with_file(machines).machine(HERE, ranks), timed=True)
+    name = device_name(device).removeprefix("NVIDIA ").removeprefix("AMD Instinct ")
+    try:
+        return Here(known().machine(name, ranks), timed=True)
+    except ConfigError:  # its memory can be planned all the same
+        usual = known().machine("H100", ranks)
+        own: dict[str, Any] = {"name": name, "device": device.type, "memory": memory, "reserved": 0}
+        return Here(replace(usual, accelerator=replace(usual.accelerator, **own)), timed=False)
+
+
+class Planned(NamedTuple):
+    """An event of a step, with bytes of the engine and of all on the device after it."""
+
+    event: Event
+    engine: int | None  # ``None``: of a micro-batch between the first and the last
+    whole: int | None
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run.
+
+    Attributes:
+        forecast: of a step; its memory is that of the micro-batch that takes most.
+        whole, engine: memory of each kind of micro-batch, and that without activations.
+        micro_batches: of a step.
+        here: where.
+    """
+
+    forecast: Forecast
+    whole: Sequence[MemoryForecast]
+    engine: Sequence[MemoryForecast]
+    micro_batches: int
+    ranks: int
+    here: Here
+
+    @cached_property
+    def events(self) -> tuple[Planned, ...]:
+        """All events of a step, in order."""
+        passes = [
+            [
+                Planned(own.event, own.alive + self._host(own), every.alive + self._host(every))
+                for own, every in zip(engine.moments, whole.moments, strict=True)
+                if own.event is not None
+            ]
+            for engine, whole in zip(self.engine, self.whole, strict=True)
+        ]
+        freed = {planned.event.unit for planned in passes[0] if planned.event.op is Op.FREE}
+        between = [
+            planned._replace(engine=None, whole=None)
+            for planned in passes[0]
+            if planned.event.op not in MAKES_WHOLE or planned.event.unit in freed
+        ]
+        middle = between * max(0, self.micro_batches - 2)
+        return (*passes[0], *middle, *(passes[1] if len(passes) > 1 else ()))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Is host memory the device's own?"""
+        return self.here.machine.accelerator.device == "cpu"
+
+    def _host(self, moment: Moment) -> int:
+        return moment.in_host if self.on_cpu else 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes at most on the device."""
+        memory = self.forecast.memory
+        return memory.peak + (memory.in_host if self.on_cpu else 0)
+
+    def beside(self, moments: Sequence[Sequence[Any]]) -> list[tuple[int | None, int | None]]:
+        """Bytes of the engine and of all, as planned, at each moment of a recorded step.
+
+        From the first event on that was not planned, none.
+        """
+        planned, rows = iter(self.events), list[tuple[int | None, int | None]]()
+        for _, _, event in moments:
+            if event is None:
+                rows.append((None, None))
+                continue
+            expected = next(planned, None)
+            if expected is None or expected.event[:3] != tuple(event[:3]):
+                break
+            rows.append((expected.engine, expected.whole))
+        return rows + [(None, None)] * (len(moments) - len(rows))
+
+    @property
+    def most(self) -> dict[str, int]:
+        """Bytes of each kind at most, as a recorded step has them."""
+        kinds = {kind: max(each.most.get(kind, 0) for each in self.whole) for kind in Kind}
+        kinds[Kind.PARAMETERS] += kinds.pop(Kind.JOINED)
+        others = (Kind.ACTIVATIONS, Kind.COMMUNICATION, Kind.BUFFERS, Kind.BATCH)
+        rest = sum(kinds.pop(kind) for kind in others)
+        return {**{str(kind): nbytes for kind, nbytes in kinds.items()}, OTHERS: rest}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of a step, in forward and backward passes and the update."""
+        forward = backward = 0.0
+        for one, times in self.forecast.time.micro_batches:
+            turn = max((i.stop for i in one.intervals if _is_forward(i)), default=0.0)
+            forward += times * turn
+            backward += times * (one.seconds - turn)
+        return {"forward": forward, "backward": backward, "update": self.forecast.time.optimizer}
+
+
+OTHERS = "activations and others"
+"""Of a recorded step: bytes that the process has allocated since it began, beside the engine's."""
+
+
+def _is_forward(interval: Any) -> bool:
+    return interval.lane == "device" and interval.phase is Phase.FORWARD
+
+
+def plan_of(job: Job, vocabulary: int, asked: Foresight, memory: float) -> RunPlan:
+    """Plan ``job`` on paper: from its recipe, not from what was built.
+
+    Args:
+        memory: bytes of the device.
+    """
+    recipe, comm = job.recipe, job.sharded.comm
+    here = machine_here(comm.device, memory, asked.machines)
+    chosen = chosen_by(recipe)
+
+    def question() -> Any:
+        asked = question_of(recipe, model_of(recipe, vocabulary), here.machine, comm.size)
+        return replace(asked, shared=comm.memory.shared)
+
+    timed = Planner(question())
+    planner = timed if job.all_logits else Planner(with_loss_in_head(question()))
+    whole, engine = planner.memories(chosen), planner.memories(chosen, alone=True)
+    most = max(whole, key=lambda each: each.peak)
+    forecast = Forecast(chosen, most, timed.time(chosen))
+    times = timed.question.micro_batches(chosen)
+    return RunPlan(forecast, whole, engine, times, comm.size, here)
+
+
+def refusal(plan: RunPlan, memory: float) -> str:
+    """The sentence by which a run is refused that cannot fit in ``memory`` bytes; ``""``: it can.
+
+    On a CPU all ranks of a host share them.
+    """
+    machine, peak = plan.here.machine, plan.peak
+    ranks = min(machine.per_host, plan.ranks) if plan.on_cpu else 1
+    needed = ranks * (peak + machine.accelerator.reserved)
+    if needed <= memory:
+        return ""
+    of = f"{size(peak)} on each of {ranks:,} ranks" if ranks > 1 else "at its peak"
+    kind, nbytes = next(iter(plan.forecast.memory.by_kind.items()))
+    return (
+        f"a step is planned to take {size(needed)}, {of}, of which {kind} are {size(nbytes)}, and "
+        f"this {machine.accelerator.device} has {size(int(memory))}, so it would be killed. "
+        "`shardwise plan` with this recipe names what makes it fit; --force trains all the same."
+    )
+
+
+def planned(job: Job, data: Data, logger: RunLogger, asked: Foresight) -> RunPlan | None:
+    """The plan of the run, on rank 0. A collective, since every rank refuses what cannot fit.
+
+    Raises:
+        ConfigError: it cannot fit.
+    """
+    comm, sentence, plan = job.sharded.comm, "", None
+    if comm.rank == 0:
+        memory = memory_of(comm.device)
+        try:
+            with logger.busy("planning the run"):
+                plan = plan_of(job, data.tokenizer.get_vocab_size(), asked, memory)
+            sentence = refusal(plan, memory)
+        except (ConfigError, ScheduleError) as error:  # such as a device's speed in float32
+            logger.log(Warned(f"the run has no plan: {error}"))
+    sentence = broadcast_object(comm, sentence, "plan")
+    if sentence and not asked.force:
+        raise ConfigError(sentence)
+    if sentence:
+        logger.log(Warned(sentence))
+    return plan
+
+
+# ---- beside what ran ---------------------------------------------------------------------------
+
+
+def compared(plan: RunPlan, step: Mapping[str, Any] | None, rate: float) -> Compared:
+    """The plan beside what was measured.
+
+    Args:
+        step: the recorded one; ``None``: none was.
+        rate: tokens per second over all ranks.
+    """
+    time, timed = plan.forecast.time, plan.here.timed
+    planned = time.tokens_per_second * plan.ranks
+    off = [] if step is None else list(_terms_off(plan, step, rate))
+    return Compared(
+        planned_memory=_at_events(plan, step),
+        memory=None if step is None else max(sum(nbytes) for _, nbytes, _ in step["moments"]),
+        planned_rate=planned if timed else None,
+        rate=rate,
+        planned_mfu=time.mfu() if timed else None,
+        mfu=time.mfu() * rate / planned if timed else None,
+        off=tuple(off),
+        differs=None if step is None else _first_that_differs(plan, step),
+        events=len(plan.events),
+    )
+
+
+def _at_events(plan: RunPlan, step: Mapping[str, Any] | None) -> int:
+    """Bytes at most after an event: a recording looks at no other moment."""
+    at_events = [nbytes for _, nbytes in step["planned"] if nbytes is not None] if step else []
+    return max(at_events, default=plan.peak)
+
+
+def _terms_off(plan: RunPlan, step: Mapping[str, Any], rate: float) -> Iterator[str]:
+    """Name the term of memory and that of time that differ most, where their sums differ."""
+    measured = max(sum(nbytes) for _, nbytes, _ in step["moments"])
+    if _is_off(measured, _at_events(plan, step)):
+        columns = zip(*(nbytes for _, nbytes, _ in step["moments"]), strict=True)
+        most = dict(zip(step["kinds"], map(max, columns), strict=True))
+        kind = max(most, key=lambda kind: abs(most[kind] - plan.most[kind]))
+        yield f"memory by {kind}: {size(plan.most[kind])} planned, {size(most[kind])} measured"
+    planned = plan.forecast.time.tokens_per_second * plan.ranks
+    if plan.here.timed and _is_off(rate, planned):
+        took, seconds = seconds_of(step["moments"]), plan.seconds
+        part = max(took, key=lambda part: abs(took[part] - seconds[part]))
+        times = f"{seconds[part] * 1e3:,.1f} ms planned, {took[part] * 1e3:,.1f} measured"
+        yield f"time by {part}: {times}"
+
+
+def _is_off(measured: float, planned: float) -> bool:
+    return abs(measured - planned) > OFF * planned
+
+
+def seconds_of(moments: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Seconds of a recorded step in forward and backward passes, and after the last."""
+    parts, since = {"forward": 0.0, "backward": 0.0, "update": 0.0}, moments[0][0]
+    for seconds, _, event in moments[1:]:
+        part = "update" if event is None else event[2]
+        parts[part] += seconds - since
+        since = seconds
+    return parts
+
+
+def _first_that_differs(plan: RunPlan, step: Mapping[str, Any]) -> str:
+    """Name the first event that was not planned, or had other bytes of the engine; ``""``: none."""
+    if any(each.most.get(Kind.COMMUNICATION) for each in plan.engine):
+        return ""  # what peers send is received in memory that a recording counts to others
+    engine = [kind for kind in OF_ENGINE if kind is not Kind.JOINED] + [Kind.OPTIMIZER]
+    rows = zip(step["moments"], step["planned"], plan_events(step["moments"]), strict=True)
+    for (_, nbytes, event), (planned, _), number in rows:
+        if event is None:
+            continue
+        kinds = dict(zip(step["kinds"], nbytes, strict=True))
+        took = sum(kinds[kind] for kind in engine)
+        if planned is not None and took != planned:
+            return f"{event[0]} {event[1]}: {planned:,} bytes planned, {took:,} measured"
+        if number >= len(plan.events) or plan.events[number].event[:3] != tuple(event[:3]):
+            return f"{event[0]} {event[1]} was not planned"
+    return ""
+
+
+def plan_events(moments: Sequence[Sequence[Any]]) -> Iterator[int]:
+    """Number the events of a recorded step; what is none has the number of the next."""
+    number = 0
+    for _, _, event in moments:
+        yield number
+        number += event is not None

@@ -1,0 +1,113 @@
+"""The plan of a run beside what ran: the runtime does what was planned, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.recipe.recipe import Recipe
+from shardwise.train import foresight
+from shardwise.train.comparison import Compared
+from shardwise.train.foresight import Foresight, compared, machine_here, seconds_of
+from shardwise.train.records import Warned
+from tests.report.runs import EVENTS
+from tests.train.runs import Watched
+from tests.train.tiny import tiny_recipe
+
+SHORT = ("sample.tokens=0", "run.eval_rows=2", "run.plan=true", "run.steps=2", "run.eval_every=2")
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "one micro-batch": ("batch.micro=6",),
+    "several micro-batches of what stays gathered": ("batch.micro=2", "sharding.strategy=zero1"),
+    "no prefetch": ("batch.micro=3", "sharding.prefetch.forward=0", "sharding.prefetch.backward=0"),
+    "units that stay": ("batch.micro=3", "sharding.unsharded=20000"),
+    "recomputed": ("batch.micro=6", "sharding.activation_checkpointing=2"),
+    "in host memory": ("batch.micro=6", "sharding.offload=everything"),
+    "bf16": ("batch.micro=6", "sharding.precision=bf16", "sharding.strategy=shard_grad_op"),
+}
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_engine_holds_the_planned_bytes_at_every_event(
+    watched: Watched, tmp_path: Path, setting: str
+) -> None:
+    recipe = tiny_recipe(tmp_path, *SHORT, "run.throughput_warmup=2", *SETTINGS[setting])
+    watched.run(recipe, world=2)
+    (said,) = watched.kind(Compared)
+    assert said.differs == ""
+    step = json.loads((Path(recipe.run.folder) / "step.json").read_text("utf-8"))
+    events = [event for *_, event in step["moments"] if event is not None]
+    assert len(events) == said.events == len(step["planned"]) - 2
+    assert said.planned_memory >= max(engine or 0 for engine, _ in step["planned"])
+
+
+def given_to_compare(watched: Watched, recipe: Recipe) -> Any:
+    """The plan, the recorded step and the rate that a run compares."""
+    given = list[Any]()
+
+    def noted(*arguments: Any) -> Compared:
+        given.append(arguments)
+        return compared(*arguments)
+
+    watched.monkeypatch.setattr("shardwise.train.loop.compared", noted)
+    watched.run(recipe, world=1)
+    return given[0]
+
+
+def test_another_event_and_other_bytes_are_named(watched: Watched, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, *SHORT, "batch.micro=6", "run.throughput_warmup=2")
+    plan, step, rate = given_to_compare(watched, recipe)
+    number = next(n for n, (*_, event) in enumerate(step["moments"]) if event)
+    more = json.loads(json.dumps(step))
+    more["moments"][number][1][0] += 8
+    assert "bytes planned" in (compared(plan, more, rate).differs or "")
+    more["moments"][number][2][1] = "another"
+    more["planned"] = plan.beside(more["moments"])
+    assert (compared(plan, more, rate).differs or "").endswith("was not planned")
+
+
+def test_what_cannot_fit_is_refused_unless_it_is_forced(watched: Watched, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, *SHORT, "batch.micro=6")
+    watched.monkeypatch.setattr(foresight, "memory_of", lambda device: 200_000)
+    with pytest.raises(ConfigError, match=r"planned to take .* has 195.3 KiB.*--force"):
+        watched.run(recipe, world=1)
+    assert not Path(recipe.run.folder).exists() or not list(Path(recipe.run.folder).glob("*.yaml"))
+    watched.run(recipe, world=1, foresight=Foresight(force=True))
+    assert any("--force" in warned.message for warned in watched.kind(Warned))
+
+
+def test_the_term_that_is_off_is_named(watched: Watched, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, *SHORT, "batch.micro=6", "run.throughput_warmup=2")
+    plan, step, _ = given_to_compare(watched, recipe)
+    plan = replace(plan, here=plan.here._replace(timed=True))
+    planned = plan.forecast.time.tokens_per_second
+    large = [[s, [n * 100 for n in nbytes], event] for s, nbytes, event in step["moments"]]
+    said = compared(plan, {**step, "moments": large}, planned / 2)
+    assert said.mfu == pytest.approx((said.planned_mfu or 0) / 2, rel=0.01)
+    memory, time = said.off
+    assert memory.startswith("memory by activations and others: ")
+    assert time.startswith("time by ")
+    assert compared(plan, None, planned).off == ()
+
+
+def test_seconds_are_those_up_to_each_event() -> None:
+    seconds = seconds_of(EVENTS)
+    assert seconds["forward"] == pytest.approx(0.05)
+    assert seconds["backward"] == pytest.approx(0.06)
+    assert seconds["update"] == pytest.approx(0.04)
+
+
+def test_a_machine_without_an_entry_has_its_memory_alone() -> None:
+    here = machine_here(torch.device("cpu"), 5e9, None)
+    assert not here.timed
+    assert here.machine.accelerator.memory == 5e9
