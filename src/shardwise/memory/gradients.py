@@ -217,7 +217,7 @@ class Gradients:
         """
         dtypes, hooks = self.spec.dtypes, hooks_of(self.spec.params[index])
         taken = index in self.arrived or index in self._lent or index in self._kept
-        if taken or hooks or self._shown or self._reducing is not None:
+        if taken or hooks or self._shown or self.reducing is not None:
             return None
         opens = dtypes.collected if dtypes.sum is dtypes.collected else None  # else one that knows
         if dtype is not (opens if self.full is None else self.full.dtype):
