@@ -22,7 +22,24 @@ EVENTS = [
     (0.15, [0, 10, 0, 10, 20, 0], None),
 ]
 KINDS = ["gathered", "parameters", "gradient buckets", "gradients", "optimizer"]
-STEP = {"step": 3, "kinds": [*KINDS, "activations and others"], "moments": EVENTS}
+OTHERS = "activations and others"
+PLANNED = [[None if e is None else 30, None if e is None else sum(n)] for _, n, e in EVENTS]
+STEP = {
+    "step": 3,
+    "kinds": [*KINDS, OTHERS],
+    "moments": EVENTS,
+    "planned": PLANNED,
+    "planned_most": dict(zip([*KINDS, OTHERS], [40, 10, 50, 10, 20, 64], strict=True)),
+}
+COMPARED = {
+    "record": "compared",
+    "planned_memory": 2**20,
+    "memory": 2**21,
+    "planned_rate": 1e3,
+    "rate": 2e3,
+    "planned_mfu": None,
+    "mfu": None,
+}
 BUILT = {
     "record": "built",
     "parameters": 1_234,
@@ -55,7 +72,7 @@ def lines_of_a_run(steps: int = 8) -> list[dict[str, Any]]:
         {"record": "resumed", "step": 4},
     ]
     sampled = {"record": "sampled", "prompt": "def <f>", "text": "</script>(x)", "continues": True}
-    lines += [sampled, {"record": "finished", "steps": steps}]
+    lines += [COMPARED, sampled, {"record": "finished", "steps": steps}]
     return [{**line, "time": 1e9 + n, "elapsed": float(n)} for n, line in enumerate(lines)]
 
 

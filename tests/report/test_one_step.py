@@ -37,3 +37,10 @@ def test_a_step_that_is_too_long_for_a_page_says_what_is_left_out() -> None:
     assert step is not None
     assert step["left_out"] == len(EVENTS) * 1_000 - MOST_MOMENTS
     assert drawn(None) is None
+
+
+def test_what_was_planned_is_a_line_over_the_moments_that_have_it() -> None:
+    step = drawn(STEP)
+    assert step is not None
+    assert step["planned"] == [(seconds, sum(n)) for seconds, n, event in EVENTS if event]
+    assert drawn({key: STEP[key] for key in ("step", "kinds", "moments")})["planned"] == []  # type: ignore[index]

@@ -34,6 +34,7 @@ const made = { changed: before !== root.dataset.theme, view: step.dataset.view,
   readout: shown, loss,
   slices: step.querySelectorAll(".slice").length,
   kinds: step.querySelectorAll("[data-kind]").length,
+  planned: step.querySelectorAll("path.planned").length,
   wide: root.scrollWidth <= innerWidth, errors: wrong.join("; ") };
 const list = document.body.appendChild(document.createElement("pre"));
 list.id = "made";
@@ -84,10 +85,14 @@ def test_a_browser_shows_the_values_of_both_runs_without_an_error(tmp_path: Path
         ),
         "slices": "4",  # the first ended before what is shown
         "kinds": "6",
+        "planned": "1",
         "wide": "true",
         "errors": "",
     }
     assert cells(document, "optimizer.lr") == ["0.01", "0.003"]
+    assert cells(document, "gradient buckets") == ["50 B", "40 B", "-20%"]
+    assert cells(document, "tokens/s beside the plan") == ["2,000, planned 1,000 (+100%)"] * 2
+    assert cells(document, "MFU") == ["missing"] * 2
     assert cells(document, "validation loss") == ["3.2500", "3.2500"]
     assert document.index("Differences of the recipes") < document.index("Results")
     assert document.count('data-curve="two: validation"') == 1

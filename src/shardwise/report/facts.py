@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.plan.printed import size
@@ -31,6 +31,13 @@ def _ending(run: Run) -> str:
     return next((ends[kind] for kind in reversed(kinds) if kind in ends), "not finished")
 
 
+def _both(run: Run, term: str, form: Callable[[Any], str]) -> str:
+    """Give what was measured, what was planned, and how much more that is."""
+    compared = run.last("compared")
+    planned, measured = compared[f"planned_{term}"], compared[term]
+    return f"{form(measured)}, planned {form(planned)} ({_more(planned, measured)})"
+
+
 _RESULTS: dict[str, Callable[[Run], str]] = {
     "steps": lambda r: "{step:,} of {steps:,}".format(**r.last("stepped")),
     "ended": _ending,
@@ -46,6 +53,9 @@ _RESULTS: dict[str, Callable[[Run], str]] = {
     "batch": lambda r: "{rows} = {micro} × {accumulation} × {ranks}".format(**r.last("built")),
     "dtypes": lambda r: "; ".join(r.last("built")["dtypes"]),
     "memory": lambda r: size(r.last("stepped")["memory"]),
+    "memory in a step": lambda r: _both(r, "memory", size),
+    "tokens/s beside the plan": lambda r: _both(r, "rate", "{:,.0f}".format),
+    "MFU": lambda r: _both(r, "mfu", "{:.1%}".format),
     "machine": lambda r: r.last("built")["machine"],
     "versions": lambda r: ", ".join(f"{n} {v}" for n, v in r.last("built")["versions"].items()),
 }
@@ -53,17 +63,22 @@ _RESULTS: dict[str, Callable[[Run], str]] = {
 
 def recipe_rows(runs: Sequence[Run]) -> Rows:
     """Keys that differ from their default in some run: key, default, each run's value."""
-    defaults = {key.name: key.default for key in keys()}
-    names = dict.fromkeys(name for run in runs for name in run.recipe)
-    rows = [[name, defaults.get(name), *(run.recipe.get(name) for run in runs)] for name in names]
+    rows = [[name, default, *values] for name, default, values in _keys(runs)]
     return [list(map(_written, row)) for row in rows if any(_differs(v, row[1]) for v in row[2:])]
 
 
 def differences(runs: Sequence[Run]) -> Rows:
     """Keys whose values differ between the runs, with each run's value."""
-    names = dict.fromkeys(name for run in runs for name in run.recipe)
-    rows = [[name, *(run.recipe.get(name) for run in runs)] for name in names]
+    rows = [[name, *values] for name, _, values in _keys(runs)]
     return [list(map(_written, row)) for row in rows if any(_differs(v, row[1]) for v in row[2:])]
+
+
+def _keys(runs: Sequence[Run]) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Each key, its default, and its values; a key that a run's version had not has its default."""
+    defaults = {key.name: key.default for key in keys()}
+    for name in dict.fromkeys(name for run in runs for name in run.recipe):
+        default = defaults.get(name)
+        yield name, default, [run.recipe.get(name, default) if run.recipe else None for run in runs]
 
 
 def _differs(value: Any, other: Any) -> bool:
@@ -83,6 +98,24 @@ def unit_rows(run: Run) -> Rows:
         [u["name"] or "(root)", f"{u['numel']:,}", size(u["gathered"]), size(u["shard"])]
         for u in units
     ]
+
+
+def memory_rows(run: Run) -> Rows:
+    """Bytes of each kind at most in the recorded step: planned, measured, and their difference."""
+    step = run.step or {}
+    if "planned_most" not in step:
+        return []
+    columns = zip(*(nbytes for _, nbytes, _ in step["moments"]), strict=True)
+    most = {kind: max(column) for kind, column in zip(step["kinds"], columns, strict=True)}
+    planned = step["planned_most"]
+    return [
+        [kind, size(planned[kind]), size(most[kind]), _more(planned[kind], most[kind])]
+        for kind in step["kinds"]
+    ]
+
+
+def _more(planned: float, measured: float) -> str:
+    return f"{measured / planned - 1:+.0%}" if planned else ""
 
 
 def samples(run: Run) -> Rows:

@@ -25,27 +25,21 @@ class Slice(NamedTuple):
     reason: str
 
 
-def drawn(step: Mapping[str, Any] | None, planned: Sequence[Point] = ()) -> dict[str, Any] | None:
-    """The slices and the memory of a recorded step; ``None`` if no step was recorded.
-
-    Args:
-        planned: bytes of a forecast, drawn as a line above the recorded kinds.
-    """
+def drawn(step: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The slices and the memory of a recorded step; ``None`` if no step was recorded."""
     if step is None:
         return None
     moments: list[Moment] = step["moments"]
     shown = moments[:MOST_MOMENTS]
+    planned = zip(shown, step.get("planned", ()), strict=False)
     return {
         "step": step["step"],
         "left_out": len(moments) - len(shown),
         "slices": list(slices(shown)),
         "kinds": step["kinds"],
         "memory": [[seconds, *nbytes] for seconds, nbytes, _ in shown],
-        "planned": list(planned),
+        "planned": [(seconds, n) for (seconds, *_), (_, n) in planned if n is not None],
     }
-
-
-Point = tuple[float, int]
 
 
 def slices(moments: Sequence[Moment]) -> Iterator[Slice]:

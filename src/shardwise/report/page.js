@@ -178,13 +178,15 @@ function memory(step, place, view, readout) {
     element("path", { d: path([...stairs(above), ...stairs(below).reverse()], x, y) + "Z", fill: `var(--kind${place})`, opacity: 0.9, "data-kind": kind }, areas);
     below = above;
   });
-  if (step.planned.length) element("path", { d: path(step.planned, x, y), fill: "none", stroke: "var(--ink)", "stroke-dasharray": "6 4" }, areas);
+  const planned = step.planned.flatMap((point, at) => (at ? [[point[0], step.planned[at - 1][1]], point] : [point]));
+  if (planned.length) element("path", { d: path(planned, x, y), class: "planned", fill: "none", stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "6 4" }, areas);
   const legend = element("div", { class: "legend" }, place);
   kinds.forEach(({ kind }, at) => {
     const item = element("span", {}, legend);
     element("i", { style: `background: var(--kind${at})` }, item);
     item.append(kind);
   });
+  if (planned.length) element("span", {}, legend, "- - planned, of all");
   svg.addEventListener("pointermove", (event) => {
     const at = pointed(drawing, event), row = step.memory.filter((each) => each[0] <= at).pop() || step.memory[0];
     readout.textContent = `${milliseconds(row[0])} · ` + kinds.map(({ kind, index }) => `${kind} ${bytes(row[index])}`).join(" · ");

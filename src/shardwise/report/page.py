@@ -36,6 +36,7 @@ def page(runs: Sequence[Run]) -> str:
         results=facts.results(runs),
         recipe=facts.recipe_rows(runs),
         units=[facts.unit_rows(run) for run in runs],
+        memory=[facts.memory_rows(run) for run in runs],
         samples=[facts.samples(run) for run in runs],
         warnings=[facts.warnings(run) for run in runs],
     )
