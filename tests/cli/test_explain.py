@@ -102,6 +102,7 @@ def test_of_4_bit_layers_the_parameters_are_counted_and_not_the_bytes(
         (tmp_path / f"{name}.yaml").write_text(recipe, "utf-8")
         table = explain(capsys, "memory", str(tmp_path / f"{name}.yaml"), "--optimizer", "adamw")
         titles.append(table.splitlines()[0])
+        assert ("where 4-bit weights are made whole" in table) is (name == "4")
     assert titles[0] == titles[1]
 
 

@@ -17,7 +17,7 @@ from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
 from shardwise.doctor.accumulation import Accumulated, accumulated
 from shardwise.doctor.words import Word, find, words
-from shardwise.hf.preparation import packed_elements
+from shardwise.hf.preparation import packed_elements, whole_weights
 from shardwise.plan import order
 from shardwise.plan.bytes import Kept, blueprints, table_of
 from shardwise.plan.draw import draw
@@ -117,6 +117,8 @@ def _memory(model: str | None, about: About) -> Iterator[str]:
     if offloads:
         yield "in host    what lies in host memory instead; the columns before it are of the device"
     yield "gathered   full parameters at most at a time within a step, besides"
+    if whole := whole_weights(named.model):
+        yield f"           and {size(whole)} on a CPU, where 4-bit weights are made whole in turn"
     yield "buckets    gradients at most at a time: a unit's that are written, another's that travel"
     yield "gathers    all-gathers in the forward + backward pass; reduces: reduce-scatters"
     if about.accumulation:

@@ -36,6 +36,7 @@ from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.checkpoint.wrappers import of_plain_model
 from shardwise.comm.machine.accelerators import check_kernels
 from shardwise.comm.machine.connect import comm_for
+from shardwise.comm.malloc import trim
 from shardwise.comm.mesh import Ranks
 from shardwise.comm.protocol import Comm
 from shardwise.config.checkpointing import ActivationCheckpointing, NamedUnits
@@ -175,6 +176,8 @@ def _load(
         sharded = shard_it(built.model, init=built.init, load_later=built.later)
         absmax = raise_on_all(comm, "reading a model", partial(_read, built, sharded))
         built.quantized.share(absmax)
+    del absmax
+    trim()  # what was read and quantised lies between what stays
     if changes.lora is not None:
         init_adapter(sharded)
     report = Report.of(sharded, built.map, str(source))

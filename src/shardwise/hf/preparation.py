@@ -72,6 +72,14 @@ def packed_elements(model: nn.Module) -> int:
     return sum(layer.values - _numel(layer.weight) - _numel(layer.scales) for layer in layers)
 
 
+def whole_weights(model: nn.Module) -> int:
+    """Bytes of the memory in which 4-bit weights are made whole on a CPU, one at a time."""
+    layers = [m for m in quantized_layers(model).values() if type(m).__name__ == "Linear4bit"]
+    dtypes = {dtype for m in layers for dtype in (m.values_dtype, m.compute_dtype) if dtype}
+    nbytes: int = sum(dtype.itemsize for dtype in dtypes)
+    return nbytes * max((int(layer.values) for layer in layers), default=0)
+
+
 def _numel(param: nn.Parameter) -> int:
     """Number of elements of the unsharded parameter."""
     sharding = sharding_of(param)

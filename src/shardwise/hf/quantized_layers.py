@@ -4,7 +4,9 @@ bitsandbytes keeps a layer's scales in an object beside the parameter, where no 
 parameters sees them: every rank holds all of them, an eighth of the codes. Here a layer has two
 frozen parameters of raw bytes, so both are sharded, gathered in one collective, offloaded and saved
 as any others, and no policy of dtypes casts them. In each forward pass bitsandbytes gets views of
-the gathered bytes; the arithmetic, forward and backward, is its own.
+the gathered bytes; the arithmetic, forward and backward, is its own. On a CPU a 4-bit weight is
+made whole in memory that all layers of a thread share (``_Product``): made anew for each product,
+it left holes in the heap, up to half a gigabyte of a rank.
 
                weight                    scales
     4 bits     [⌈n/2⌉, 1]  two codes     absmax of each 64 values, float32
@@ -17,13 +19,16 @@ This file imports bitsandbytes, so it is imported where a model is quantised.
 from __future__ import annotations
 
 import copy
+import threading
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import bitsandbytes as bnb
 import torch
 from bitsandbytes import functional
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.functional import linear
 from transformers import BitsAndBytesConfig
 
 from shardwise.config.precision import dtype_name
@@ -31,6 +36,7 @@ from shardwise.errors import ConfigError
 
 BLOCK = 64  # values for each absmax: bitsandbytes' default, which transformers cannot change
 NESTED = 256  # absmax for each nested one
+PART = 1 << 20  # values that are made at once on their way into a whole weight
 
 
 class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
@@ -76,7 +82,13 @@ class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
         """``[..., in] → [..., out]``, in the dtype of ``x``."""
         inside = x if self.compute_dtype is None else x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(inside.dtype)
-        out: Tensor = bnb.matmul_4bit(inside, self.weight, self.quantisation(), bias=bias)
+        state = self.quantisation()
+        trains = (self.training or torch.is_grad_enabled()) and x.is_cpu and x.numel()
+        whole_blocks = self.in_features % BLOCK == 0  # else its kernel for a CPU has other values
+        if trains and whole_blocks and not is_compiling():
+            out: Tensor = cast("Any", _Product).apply(inside, self.weight, state, bias)
+        else:
+            out = bnb.matmul_4bit(inside, self.weight, state, bias=bias)
         return out.to(x.dtype)
 
     def quantisation(self) -> functional.QuantState:
@@ -132,6 +144,61 @@ class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
         double = " with scales in 8 bits" if self.double else ""
         computed = self.compute_dtype and dtype_name(self.compute_dtype)
         return f"{self.form}{double}, computed in {computed or 'the dtype of the input'}"
+
+
+class _Product(torch.autograd.Function):
+    """bitsandbytes' ``MatMul4Bit``, to the bit, with one whole weight for all layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, state: Any, bias: Tensor | None) -> Tensor:
+        ctx.codes, ctx.state = codes.view(-1), state
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return linear(x, _whole(ctx.codes, state, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        to_x, _, _, to_bias = ctx.needs_input_grad
+        bias = grad.sum(0, dtype=ctx.bias_dtype) if to_bias else None  # autograd sums the rest
+        if not to_x:
+            return None, None, None, bias
+        whole = _whole(ctx.codes, ctx.state, ctx.state.dtype).to(grad.dtype)
+        return grad.matmul(whole), None, None, bias
+
+
+class _Whole(threading.local):
+    """The memory of this thread's whole weights, by dtype: as large as the largest of them."""
+
+    def __init__(self) -> None:
+        self.memory = dict[torch.dtype, Tensor]()
+
+
+_thread = _Whole()
+
+
+def _whole(codes: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    """The weight of ``codes``, ``[out, in]``; it is there until the next one is made."""
+    if torch.is_grad_enabled():  # of a derivative of a derivative, whose graph keeps it
+        whole: Tensor = functional.dequantize_4bit(codes.view(-1, 1), state)
+        return whole
+    absmax, numel = state.absmax, state.shape.numel()
+    if state.nested:
+        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
+    memory = _thread.memory.get(dtype)
+    if memory is None or memory.numel() < numel:
+        with torch.inference_mode(False):
+            memory = _thread.memory[dtype] = torch.empty(numel, dtype=dtype)
+    for first in range(0, numel, PART):
+        part = memory[first : min(first + PART, numel)]
+        of_part = functional.QuantState(
+            absmax[first // BLOCK : -(-(first + part.numel()) // BLOCK)],
+            shape=part.shape,
+            dtype=dtype,
+            blocksize=BLOCK,
+            quant_type=state.quant_type,
+        )
+        bytes_of_part = codes[first // 2 :][: -(-part.numel() // 2)]
+        part.copy_(functional.dequantize_4bit(bytes_of_part, of_part).view(-1))
+    return memory[:numel].view(state.shape)
 
 
 class Linear8bit(bnb.nn.Linear8bitLt):  # type: ignore[misc]

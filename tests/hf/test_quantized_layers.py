@@ -1,0 +1,74 @@
+"""4-bit weights are made whole in one memory in turn; products have bitsandbytes' bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+
+from shardwise.hf import quantized_layers
+from shardwise.hf.quantized_layers import Linear4bit
+from tests.nets import numbers
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def layer(form: str, double: bool, values: torch.dtype, compute: torch.dtype, sizes: Any) -> Any:
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=form,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=compute,
+    )
+    like = nn.Linear(*sizes).to(values)
+    made: Any = Linear4bit(like, config, torch.device("cpu"))
+    codes, absmax = made.codes(like.weight.detach().reshape(-1))
+    made.weight.data, made.scales.data = codes.view(made.weight.shape), made.packed(absmax)
+    return made
+
+
+def gradients(one: Any, x: Tensor, product: Any) -> list[Tensor]:
+    x, one.bias.grad = x.clone().requires_grad_(), None
+    out = product(x)
+    out.float().square().sum().backward()
+    return [out.detach(), x.grad, one.bias.grad]
+
+
+@pytest.mark.parametrize("sizes", [(64, 96), (192, 5), (32, 48)])
+@pytest.mark.parametrize("values", DTYPES)
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize(("form", "double"), [("nf4", True), ("fp4", False)])
+def test_a_product_and_its_gradients_have_the_bits_of_bitsandbytes(
+    form: str, double: bool, compute: Any, values: Any, sizes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_layers, "PART", 256)
+    one = layer(form, double, values, compute, sizes)
+    x = numbers(0, (2, 5, sizes[0])).to(compute)
+
+    def theirs(x: Tensor) -> Tensor:
+        bias = one.bias.to(compute)
+        out: Tensor = bnb.matmul_4bit(x, one.weight, one.quantisation(), bias=bias)
+        return out
+
+    assert all(map(torch.equal, gradients(one, x, one), gradients(one, x, theirs)))
+
+
+def test_the_whole_weight_of_a_layer_is_where_that_of_the_one_before_was() -> None:
+    memory = quantized_layers._thread.memory
+    memory.clear()
+    layers = [layer("nf4", False, torch.float32, torch.float32, s) for s in ((64, 96), (96, 64))]
+    model = nn.Sequential(*layers)
+    model(numbers(0, (3, 64)).requires_grad_()).sum().backward()
+    assert [whole.numel() for whole in memory.values()] == [64 * 96]
+
+
+def test_a_derivative_of_a_derivative_keeps_its_weights() -> None:
+    model = nn.Sequential(*[layer("nf4", False, *DTYPES[:1] * 2, (64, 64)) for _ in range(2)])
+    x = numbers(0, (3, 64)).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert x.grad is not None
