@@ -169,7 +169,7 @@ def _end_of_piece(text: str, start: int) -> int:
 def _files(source: str) -> tuple[Path, list[Path]]:
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        return root, [path for path in root.rglob("*.py") if _is_library(path.relative_to(root))]
+        return root, list(_library(root))
     root = Path(source).expanduser()
     if not root.exists():
         raise ConfigError(
@@ -202,9 +202,13 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (path for path in files if path.is_file() or not path.exists())
 
 
-def _is_library(path: Path) -> bool:
-    # _sysconfigdata holds paths of this machine, which should not be trained on.
-    return not SKIPPED_FOLDERS & set(path.parts) and not path.name.startswith("_sysconfigdata")
+def _library(root: Path) -> Iterator[Path]:
+    """Python's own modules. Packages are not entered: they may be ten times as many files."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        # _sysconfigdata holds paths of this machine, which should not be trained on.
+        modules = (n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
+        yield from (Path(folder, name) for name in modules)
 
 
 # --- documents -------------------------------------------------------------------------------
