@@ -28,6 +28,7 @@ from shardwise.checkpoint.disk import explained, make_folder, sync_folder
 from shardwise.checkpoint.folder import new_token
 from shardwise.checkpoint.options import Part
 from shardwise.checkpoint.wrappers import bare_names
+from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.hf.peft_files import config_text, on_meta, peft_names, stored_names
 from shardwise.hf.preparation import quantized_layers
@@ -130,12 +131,22 @@ def init_adapter(sharded: Sharded, adapter: str = "default") -> None:
         copies = config.use_dora or not all(_is_lora(layer) for layer in layers.values())
         buckets = [b for b in sharded.buckets if b.unit in names and (b.trainable or copies)]
         with full_params(buckets, sharded.comm, writeback=True), torch.no_grad():
-            for name, layer in layers.items():
-                if sharded.comm.rank == 0:
-                    _fill(layer, adapter, config)
-                for own, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-                    if adapter in own.split("."):
-                        tensor.copy_(sync(tensor.detach(), sharded.comm, f"{name}.{own}"))
+            for layer in layers.values() if sharded.comm.rank == 0 else ():
+                _fill(layer, adapter, config)
+            _share(layers, adapter, sharded.comm)
+
+
+def _share(layers: Mapping[str, nn.Module], adapter: str, comm: Comm) -> None:
+    """Give every rank the values that rank 0 has, in one message for each dtype. A collective."""
+    by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
+    for layer in layers.values():
+        for own, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if adapter in own.split("."):
+                by_dtype[tensor.dtype].append(tensor.detach())
+    for dtype, tensors in by_dtype.items():
+        values = sync(torch.cat([t.flatten() for t in tensors]), comm, f"{adapter}, {dtype}")
+        for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(value.view(tensor.shape))
 
 
 def _is_lora(layer: nn.Module) -> bool:
