@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 
 import pytest
 
-from shardwise.cli.other_libraries import LOGGED, WARNINGS, without_their_noise
+from shardwise.cli import other_libraries
+from shardwise.cli.other_libraries import LOGGED, WARNINGS, import_for, without_their_noise
+from shardwise.recipe.recipe import Recipe
 
 
 def test_exactly_the_named_messages_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -23,3 +26,17 @@ def test_exactly_the_named_messages_are_left_out(caplog: pytest.LogCaptureFixtur
         logging.getLogger(name).warning(text)
     texts = list(LOGGED.values())
     assert [record.message for record in caplog.records] == [*(f"not {t}" for t in texts), *texts]
+
+
+def test_what_a_model_is_made_with_is_imported_and_no_garbage_collected_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported = list[tuple[str, bool]]()
+    monkeypatch.setattr(
+        other_libraries, "import_module", lambda name: imported.append((name, gc.isenabled()))
+    )
+    import_for(Recipe())
+    assert imported == []
+    import_for(Recipe.model_validate({"model": {"from": "folder"}, "adapter": {"rank": 8}}))
+    assert imported == [("transformers.modeling_utils", False), ("peft", False)]
+    assert gc.isenabled()

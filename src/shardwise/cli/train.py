@@ -5,18 +5,17 @@ Torch is imported only when the ranks have started, so all import it at the same
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from shardwise.cli.launch_options import LaunchOptions
+from shardwise.cli.other_libraries import importing
 from shardwise.comm.machine.environment import read_launch
 from shardwise.errors import ConfigError
 from shardwise.launch.launcher import start
@@ -39,7 +38,7 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         if launch is None and (options.nproc not in (None, 1) or options.restarts):
             _launch(recipe, arguments, options)
             return
-        with _imports():
+        with importing():
             from shardwise.cli import train_rank
         if launch is None:
             train_rank.run(recipe, None, options)
@@ -47,16 +46,6 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
             train_rank.run_rank(recipe, launch, options)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-
-
-@contextmanager
-def _imports() -> Iterator[None]:
-    """Collect no garbage in the block: imports make little, and looking for it takes a fifth."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _check_kill_rank(options: LaunchOptions, ranks: int, recipe: Recipe) -> None:
@@ -86,7 +75,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
 
 def _is_to_run(recipe: Recipe, ranks: int) -> bool:
     """Are steps left to take? If not, print so. Raises ``ConfigError`` if nothing can start."""
-    with _imports():
+    with importing():
         from shardwise.cli.format_records import format_record
         from shardwise.train.batches import accumulation
         from shardwise.train.records import Complete

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.cli.launch_options import LaunchOptions
-from shardwise.cli.other_libraries import without_their_noise
+from shardwise.cli.other_libraries import import_for, without_their_noise
 from shardwise.cli.progress import reporter
 from shardwise.cli.tables import table
 from shardwise.comm.machine.connect import connect
@@ -62,6 +62,7 @@ def run(recipe: Recipe, launch: Launch | None, options: LaunchOptions) -> None:
     """This process's rank of the run."""
     attempt = Attempt(*launch_attempt(os.environ))
     requests = _requests(options.kill_rank, launch.rank if launch else 0)
+    import_for(recipe)
     with (
         without_their_noise(),
         connect(recipe.run.device) as comm,
