@@ -9,10 +9,10 @@ import pytest
 
 import shardwise as sw
 from shardwise.checkpoint.collectives import (
+    agreed,
     all_gather_object,
     await_parts,
     broadcast_object,
-    check_same_on_all,
     joined_message,
     leave_part,
     raise_on_all,
@@ -87,10 +87,11 @@ def test_any_error_of_any_rank_is_one_of_a_kind_on_all(
 
 def test_facts_that_differ_are_named_and_the_ranks_go_on() -> None:
     def rank(comm: Comm) -> str:
-        check_same_on_all(comm, {"path": "run"})
+        same = {"path": "run"}
         with pytest.raises(sw.CheckpointError) as caught:
-            check_same_on_all(comm, {"path": "run", "position": str(comm.rank // 2)})
-        check_same_on_all(comm, {"path": "run"})
+            agreed(comm, "x", lambda: same, lambda _: {**same, "position": str(comm.rank // 2)})
+        agree = agreed(comm, "x", lambda: same, dict, lambda _: f"of {comm.rank}")
+        assert agree == (same, ["of 0", "of 1", "of 2"])
         return str(caught.value)
 
     [text] = set(run_threads(3, rank))

@@ -89,38 +89,58 @@ def raise_on_all(comm: Comm, what: str, act: Callable[[], T]) -> T:
         ShardwiseError: of the class that all ranks that failed raised; a ``CheckpointError`` where
             these differ, or are not ours.
     """
+    return agreed(comm, what, act)[0]
+
+
+def agreed(
+    comm: Comm,
+    what: str,
+    act: Callable[[], T],
+    facts: Callable[[T], Mapping[str, str]] = lambda _: {},
+    tell: Callable[[T], Any] = lambda _: None,
+) -> tuple[T, list[Any]]:
+    """``act()`` on every rank, and what each rank tells the others of its result. A collective.
+
+    One gather where all is well: while ranks wait for each other, they do not train.
+
+    Args:
+        facts: what must be alike on all ranks, of the result.
+        tell: a value that JSON can write, of the result.
+
+    Raises:
+        CheckpointError: a fact differs; the ranks can go on together, unlike after ``comm.agree``.
+        ShardwiseError: as ``raise_on_all``.
+    """
     result: list[T] = []
     failure: Exception | None = None
-    outcome = "", ""
+    outcome, digest, told = ("", ""), "", None
     try:
         result.append(act())
+        digest, told = _digest(facts(result[0])), tell(result[0])
     except RanksDisagree:  # after it no collective works
         raise
     except Exception as error:  # noqa: BLE001 - raised again, on all ranks
         kind = type(error) if isinstance(error, ShardwiseError) else CheckpointError
         failure, outcome = error, (kind.__name__, text_of(error))
-    outcomes = all_gather_object(comm, outcome, what)
-    if kinds := {kind for kind, _ in outcomes if kind}:
-        texts = {rank: text for rank, (kind, text) in enumerate(outcomes) if kind}
+    rows = all_gather_object(comm, (*outcome, digest, told), what)
+    if kinds := {kind for kind, *_ in rows if kind}:
+        texts = {rank: text for rank, (kind, text, *_) in enumerate(rows) if kind}
         error_class = getattr(errors, kinds.pop() if len(kinds) == 1 else "", CheckpointError)
         raise error_class(joined_message(texts, comm.size)) from failure
-    return result[0]
+    if len({digest for _, _, digest, _ in rows}) > 1:
+        differing = differing_facts(all_gather_object(comm, dict(facts(result[0])), "facts"))
+        raise CheckpointError(
+            "the ranks would save different values:\n"
+            + "\n".join(differing)
+            + "\nNothing was written. Pass the same on every rank; what differs by rank belongs in "
+            "Training(local=...)."
+        )
+    return result[0], [told for *_, told in rows]
 
 
-def check_same_on_all(comm: Comm, facts: Mapping[str, str]) -> None:
-    """Raises ``CheckpointError`` on every rank if a fact differs between ranks. A collective.
-
-    Unlike after ``comm.agree``, the ranks can go on together.
-    """
-    digest = hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()
-    if len(set(all_gather_object(comm, digest, "digests of facts"))) == 1:
-        return
-    raise CheckpointError(
-        "the ranks would save different values:\n"
-        + "\n".join(differing_facts(all_gather_object(comm, dict(facts), "facts")))
-        + "\nNothing was written. Pass the same on every rank; what differs by rank belongs in "
-        "Training(local=...)."
-    )
+def _digest(facts: Mapping[str, str]) -> str:
+    """Short, so that a row of ``agreed`` is no longer than ``FIRST``."""
+    return hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()[:32]
 
 
 def joined_message(failed: Mapping[int, str], world: int) -> str:

@@ -79,12 +79,12 @@ def param_shards(buckets: Iterable[Bucket], model: nn.Module) -> list[ParamShard
         bucket.adopt()
         spec = bucket.spec
         views, slots = spec.rest_views(bucket.shard), spec.slots
+        held = _held(spec.layout, tuple(slots), spec.shard.size, spec.replicate.size)
         for k in sorted(range(len(views)), key=lambda k: (slots[k].start, slots[k].stop)):
             sharding = bucket.sharding(k)
             split = sharding if sharding.placement == "fully_sharded" else None
-            held = _held(spec.layout, slots[k], spec.shard.size, spec.replicate.size)
             member = bare_member(spec.members[k], bare)
-            shards.append(ParamShard(member, held, views[k], sharding.start, split))
+            shards.append(ParamShard(member, held[k], views[k], sharding.start, split))
     return shards
 
 
@@ -95,16 +95,21 @@ def bare_member(member: Member, bare: Callable[[str], str]) -> Member:
     return member if is_bare else replace(member, name=name, aliases=aliases)
 
 
-@lru_cache(maxsize=1 << 14)  # every save of a run has the same layout
-def _held(layout: Layout, slot: Slot, shards: int, copies: int) -> tuple[Held, ...]:
-    """Return who holds which elements: of each shard all its copies, or of each piece one rank."""
+@lru_cache(maxsize=1 << 10)  # every save of a run has the same layout
+def _held(
+    layout: Layout, slots: tuple[Slot, ...], shards: int, copies: int
+) -> list[tuple[Held, ...]]:
+    """Who holds which elements of each slot: of a shard all its copies, or of a piece one rank."""
 
     def ranks(part: int) -> tuple[int, ...]:
         if layout.world > shards:
             return (part % copies * shards + part // copies,)
         return tuple(range(part, shards * copies, shards))
 
-    return tuple(Held(*layout.owned(slot, part), ranks(part)) for part in layout.owners(slot))
+    def of(slot: Slot) -> tuple[Held, ...]:
+        return tuple(Held(*layout.owned(slot, part), ranks(part)) for part in layout.owners(slot))
+
+    return [of(slot) for slot in slots]
 
 
 def weights(

@@ -14,16 +14,16 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.collectives import (
+    agreed,
     all_gather_object,
     broadcast_object,
-    check_same_on_all,
-    raise_on_all,
     run_on_rank_0,
 )
 from shardwise.checkpoint.disk import explained, make_folder, sync_folder
@@ -61,8 +61,7 @@ Wanted = Callable[[str], bool] | None
 def save_one_file(sharded: ShardedModel, path: str | Path, wanted: Wanted = None) -> SavedFile:
     """Write the whole model's state as one file. A collective."""
     comm, final = sharded.comm, Path(path).expanduser().absolute()
-    raise_on_all(comm, "naming", lambda: _check_suffix(final))
-    check_same_on_all(comm, {"single file": str(path)})
+    agreed(comm, "naming", lambda: _check_suffix(final), lambda _: {"single file": str(path)})
     write = _pickled if final.suffix in PICKLED else _by_ranges
     saved = SavedFile(final, *write(sharded, final, wanted))
     if comm.rank == 0:
@@ -89,8 +88,8 @@ def _by_ranges(sharded: ShardedModel, final: Path, wanted: Wanted) -> tuple[int,
     try:
         run_on_rank_0(comm, "beginning", lambda: _begin(folder))
         shared = all(all_gather_object(comm, folder.is_dir(), "folders of a file"))
-        contents = raise_on_all(comm, "contents", lambda: _plan(sharded, wanted, not shared))
-        check_same_on_all(comm, contents.facts())
+        plan = partial(_plan, sharded, wanted, not shared)
+        contents, _ = agreed(comm, "contents", plan, SavePlan.facts)
         run_on_rank_0(comm, "making a file", lambda: _allocate(folder, contents))
         if shared:
             exchange_edges(comm, contents.segments)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import training_state
-from shardwise.checkpoint.collectives import broadcast_object, check_same_on_all, raise_on_all
+from shardwise.checkpoint.collectives import agreed, broadcast_object, raise_on_all
 from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.folder import (
@@ -87,17 +87,18 @@ def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
     if request.optimizers or training is not None:
         training = replace(training or Training(), step=step)
     # First what may fail on one rank alone, and what decides which collectives follow.
-    values = raise_on_all(
-        comm, "what is saved", lambda: training_state.values_of(training) if training else {}
+    request = replace(request, training=training)
+    values, _ = agreed(
+        comm,
+        "what is saved",
+        lambda: training_state.values_of(training) if training else {},
+        lambda values: _facts(request, values),
     )
-    facts = {"path": str(request.path), "kind of checkpoint": str(options.kind)}
-    facts |= {"optimizers": str(len(request.optimizers)), "training state": str(bool(training))}
-    facts |= training_state.facts_of(training, values) if training else {}
-    check_same_on_all(comm, facts)
-    contents = plan_save(sharded, replace(request, training=training), values)
-    check_same_on_all(comm, contents.facts())
+    contents = plan_save(sharded, request, values)
     metric = None if training is None or training.metric is None else float(training.metric)
-    token, metric = broadcast_object(comm, (new_token(), metric), "token of a checkpoint")
+    own = (new_token(), metric) if comm.rank == 0 else None
+    _, told = agreed(comm, "files", lambda: own, lambda _: contents.facts(), lambda own: own)
+    token, metric = told[0]
     stated = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
     stated |= {"kind": options.kind, "metric": metric}
     partial = raise_on_all(
@@ -112,6 +113,13 @@ def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
         give_up(task)
         raise
     return task
+
+
+def _facts(request: SaveRequest, values: Mapping[str, Any]) -> dict[str, str]:
+    training, kind = request.training, str(request.options.kind)
+    facts = {"path": str(request.path), "kind of checkpoint": kind}
+    facts |= {"optimizers": str(len(request.optimizers)), "training state": str(bool(training))}
+    return facts | (training_state.facts_of(training, values) if training else {})
 
 
 def _check_shared(folder: Path) -> None:

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.checkpoint import checksum, manifest, training_state
-from shardwise.checkpoint.collectives import all_gather_object, raise_on_all
+from shardwise.checkpoint.collectives import agreed, all_gather_object
 from shardwise.checkpoint.local_shards import (
     LocalShard,
-    held_whole,
     own_rows,
     param_shards,
     weights,
@@ -113,20 +112,27 @@ class _LocalState(NamedTuple):
     small: Mapping[str, bytes]
     records: Sequence[Mapping[str, Any]]  # of optimizers
     own: Mapping[str, Tensor]  # generators
+    whole: Mapping[str, Tensor]  # what every rank has, alike or not
 
 
 def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, Any]) -> SavePlan:
     """Plan a save; ``values`` are those of ``request.training``. A collective."""
-    comm, model = sharded.comm, sharded.model
-    training, options = request.training, request.options
-    local_state = raise_on_all(comm, "contents", lambda: _local_state(sharded, request))
+    comm, training, options = sharded.comm, request.training, request.options
+    local_state, told = agreed(
+        comm,
+        "contents",
+        lambda: _local_state(sharded, request),
+        tell=lambda state: (values["local"], _sums(state.whole)) if training else None,
+    )
     groups, small = dict(local_state.groups), dict(local_state.small)
     if training is not None:
-        buffers = _differing_buffers(comm, model)
-        own = {**local_state.own, **{BUFFER + name: value for name, value in buffers.items()}}
+        own, (first, *others) = dict(local_state.own), [sums for _, sums in told]
+        for name, value in local_state.whole.items():
+            if any(sums.get(name) != first.get(name) for sums in others):
+                own[BUFFER + name] = value  # not alike on all ranks: statistics of batch norm
         rows = own_rows(own, comm.rank, comm.size)
         groups[RANKS] = [row.clone() for row in rows] if request.background else rows
-        local = all_gather_object(comm, values["local"], "values of each rank")
+        local = [of_rank for of_rank, _ in told]
         small[training_state.NAME] = training_state.document(
             training.step, values, local_state.records, local
         )
@@ -151,6 +157,7 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     options = request.options
     params = param_shards(sharded.buckets, sharded.model)
     shards, aliases = weights(params, sharded.model)
+    whole = {s.entry.name: s.value for s in shards if s.entry.everywhere and s.value.numel()}
     if (wanted := options.names) is not None:
         shards = [shard for shard in shards if wanted(shard.entry.name)]
         aliases = {alias: name for alias, name in aliases.items() if wanted(name)}
@@ -163,13 +170,13 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
         groups = {MODEL: shards}
         small = {**(_model_config(sharded.model) if wanted is None else {}), **small}
     if request.training is None:
-        return _LocalState(groups, aliases, small, (), {})
+        return _LocalState(groups, aliases, small, (), {}, whole)
     _check_reduced(sharded.buckets)
     groups[OPTIMIZER], records = optimizer_shards(request.optimizers, Named(params))
     own = {
         RNG + name: value for name, value in training_state.capture_rng(sharded.comm.device).items()
     }
-    return _LocalState(groups, aliases, small, records, own)
+    return _LocalState(groups, aliases, small, records, own, whole)
 
 
 def _as_part(
@@ -198,20 +205,9 @@ def _check_reduced(buckets: Sequence[Bucket]) -> None:
             )
 
 
-def _differing_buffers(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
-    """Persistent buffers that not all ranks have alike, such as statistics of batch norm."""
-    buffers = {names[0]: buffer for names, buffer in held_whole(model) if buffer.numel()}
-    if not buffers or comm.size == 1:
-        return {}
-    sums = {}
-    for name, buffer in buffers.items():
-        sums[name] = checksum.crc32(bytes_of(buffer.cpu()).numpy())
-    sums_by_rank = all_gather_object(comm, sums, "checksums of buffers")
-    return {
-        name: buffer
-        for name, buffer in buffers.items()
-        if any(other.get(name) != sums_by_rank[0].get(name) for other in sums_by_rank)
-    }
+def _sums(whole: Mapping[str, Tensor]) -> dict[str, int]:
+    """Checksums, by which ranks see whether they have the same."""
+    return {name: checksum.crc32(bytes_of(t.cpu()).numpy()) for name, t in whole.items()}
 
 
 def _model_config(model: nn.Module) -> dict[str, bytes]:
