@@ -64,7 +64,9 @@ class ParamShard:
     def stored_as(self, name: str, value: Tensor, block: int = 1) -> LocalShard:
         """A tensor that has one element for each ``block`` of the parameter's."""
         shape = tuple(self.member.shape) if block == 1 else (-(-self.member.numel // block),)
-        held = tuple(Held(h.start // block, -(-h.stop // block), h.ranks) for h in self.held)
+        held = self.held
+        if block > 1:
+            held = tuple(Held(h.start // block, -(-h.stop // block), h.ranks) for h in held)
         entry = Entry(name, code_of(value.dtype, name), shape, held)
         return LocalShard(entry, value, self.start // block)
 
