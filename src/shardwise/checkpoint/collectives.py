@@ -78,8 +78,8 @@ def run_on_rank_0(comm: Comm, what: str, act: Callable[[], T]) -> T:
 
     Raises as ``raise_on_all`` does.
     """
-    value = raise_on_all(comm, what, lambda: act() if comm.rank == 0 else None)
-    return cast("T", broadcast_object(comm, value, what))
+    _, told = agreed(comm, what, act if comm.rank == 0 else lambda: None, tell=lambda told: told)
+    return cast("T", told[0])
 
 
 def raise_on_all(comm: Comm, what: str, act: Callable[[], T]) -> T:
@@ -99,13 +99,11 @@ def agreed(
     facts: Callable[[T], Mapping[str, str]] = lambda _: {},
     tell: Callable[[T], Any] = lambda _: None,
 ) -> tuple[T, list[Any]]:
-    """``act()`` on every rank, and what each rank tells the others of its result. A collective.
-
-    One gather where all is well: while ranks wait for each other, they do not train.
+    """The result of ``act()``, and what each rank tells of its own. A collective: one gather.
 
     Args:
-        facts: what must be alike on all ranks, of the result.
-        tell: a value that JSON can write, of the result.
+        facts: of the result, alike on all ranks.
+        tell: of the result, what JSON can write.
 
     Raises:
         CheckpointError: a fact differs; the ranks can go on together, unlike after ``comm.agree``.
@@ -116,7 +114,8 @@ def agreed(
     outcome, digest, told = ("", ""), "", None
     try:
         result.append(act())
-        digest, told = _digest(facts(result[0])), tell(result[0])
+        text, told = json.dumps(dict(facts(result[0]))), tell(result[0])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]  # a row is to fit in ``FIRST``
     except RanksDisagree:  # after it no collective works
         raise
     except Exception as error:  # noqa: BLE001 - raised again, on all ranks
@@ -136,11 +135,6 @@ def agreed(
             "Training(local=...)."
         )
     return result[0], [told for *_, told in rows]
-
-
-def _digest(facts: Mapping[str, str]) -> str:
-    """Short, so that a row of ``agreed`` is no longer than ``FIRST``."""
-    return hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()[:32]
 
 
 def joined_message(failed: Mapping[int, str], world: int) -> str:

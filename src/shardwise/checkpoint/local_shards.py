@@ -64,9 +64,7 @@ class ParamShard:
     def stored_as(self, name: str, value: Tensor, block: int = 1) -> LocalShard:
         """A tensor that has one element for each ``block`` of the parameter's."""
         shape = tuple(self.member.shape) if block == 1 else (-(-self.member.numel // block),)
-        held = self.held
-        if block > 1:
-            held = tuple(Held(h.start // block, -(-h.stop // block), h.ranks) for h in held)
+        held = tuple(Held(h.start // block, -(-h.stop // block), h.ranks) for h in self.held)
         entry = Entry(name, code_of(value.dtype, name), shape, held)
         return LocalShard(entry, value, self.start // block)
 
@@ -101,17 +99,14 @@ def bare_member(member: Member, bare: Callable[[str], str]) -> Member:
 def _held(
     layout: Layout, slots: tuple[Slot, ...], shards: int, copies: int
 ) -> list[tuple[Held, ...]]:
-    """Who holds which elements of each slot: of a shard all its copies, or of a piece one rank."""
+    """Return who holds what of each slot: of a shard all its copies, or of a piece one rank."""
 
     def ranks(part: int) -> tuple[int, ...]:
         if layout.world > shards:
             return (part % copies * shards + part // copies,)
         return tuple(range(part, shards * copies, shards))
 
-    def of(slot: Slot) -> tuple[Held, ...]:
-        return tuple(Held(*layout.owned(slot, part), ranks(part)) for part in layout.owners(slot))
-
-    return [of(slot) for slot in slots]
+    return [tuple(Held(*layout.owned(s, p), ranks(p)) for p in layout.owners(s)) for s in slots]
 
 
 def weights(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import training_state
-from shardwise.checkpoint.collectives import agreed, broadcast_object, raise_on_all
+from shardwise.checkpoint.collectives import agreed, raise_on_all
 from shardwise.checkpoint.disk import explained, sync_folder
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.folder import (
@@ -71,12 +71,11 @@ def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
     task = begin(sharded, request)
     try:
         parts = task.contents.write(comm, task.folder, request.options.kind == "full")
-        removed = raise_on_all(comm, "publishing", lambda: finish(task, parts))
+        _, told = agreed(comm, "publishing", lambda: finish(task, parts), tell=lambda gone: gone)
     except BaseException:
         give_up(task)
         raise
-    removed = tuple(broadcast_object(comm, removed, "what was removed"))
-    return Saved(task.final, task.contents.nbytes, time.perf_counter() - start, removed)
+    return Saved(task.final, task.contents.nbytes, time.perf_counter() - start, tuple(told[0]))
 
 
 def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
@@ -89,10 +88,7 @@ def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
     # First what may fail on one rank alone, and what decides which collectives follow.
     request = replace(request, training=training)
     values, _ = agreed(
-        comm,
-        "what is saved",
-        lambda: training_state.values_of(training) if training else {},
-        lambda values: _facts(request, values),
+        comm, "what is saved", lambda: _values(training), lambda values: _facts(request, values)
     )
     contents = plan_save(sharded, request, values)
     metric = None if training is None or training.metric is None else float(training.metric)
@@ -113,6 +109,10 @@ def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
         give_up(task)
         raise
     return task
+
+
+def _values(training: Training | None) -> dict[str, Any]:
+    return training_state.values_of(training) if training else {}
 
 
 def _facts(request: SaveRequest, values: Mapping[str, Any]) -> dict[str, str]:

@@ -132,9 +132,8 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
                 own[BUFFER + name] = value  # not alike on all ranks: statistics of batch norm
         rows = own_rows(own, comm.rank, comm.size)
         groups[RANKS] = [row.clone() for row in rows] if request.background else rows
-        local = [of_rank for of_rank, _ in told]
         small[training_state.NAME] = training_state.document(
-            training.step, values, local_state.records, local
+            training.step, values, local_state.records, [own for own, _ in told]
         )
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []
