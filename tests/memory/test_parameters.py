@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import shardwise as sw
+from shardwise.comm import memory
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.config.placement import Placement
@@ -121,6 +122,27 @@ def test_a_bucket_has_one_storage_for_life(strategy: str) -> None:
             with torch.inference_mode():
                 loss(sharded.model, decoder_batch(comm.rank, 2))
             assert [(storage(b.full), storage(b.shard)) for b in sharded.buckets] == homes
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_what_another_model_frees_does_not_replace_values(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two were sharded, and the first had left pages for the second when that gathered."""
+    monkeypatch.setattr(memory, "LARGE", 1)
+    models = [(decoder(), decoder()) for _ in range(2)]
+    expected = loss(models[0][1], decoder_batch(0, 2)).item()
+    for _, second in models:
+        second.load_state_dict(models[0][1].state_dict())
+
+    def rank(comm: Comm) -> None:
+        first, second = models[comm.rank]
+        sharded = [sw.shard(model, strategy, comm=comm) for model in (first, second)]
+        train(first, decoder_batch(comm.rank, 2))
+        assert loss(second, decoder_batch(0, 2)).item() == expected
+        assert len(sharded) == 2  # both were there
 
     run_threads(2, rank)
 
