@@ -59,4 +59,5 @@ def test_an_engine_is_measured_and_planned(
     assert row["planned_peak"] > state
     assert row["peak"] > 0.9 * state
     assert row["planned_milliseconds"] > 0
+    assert row["mfu"] == pytest.approx(row["flops_per_second"] / 1e11)
     assert picture.stat().st_size > 1000

@@ -145,14 +145,26 @@ def _print(rows: Sequence[Row], bench: Bench, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows]))
         return
-    head = ["engine", "ms", "planned", "tokens/s", "TFLOP/s", "MB sent", "MB peak", "planned"]
+    head = [
+        "engine",
+        "ms",
+        "planned",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "MB sent",
+        "MB peak",
+        "planned",
+    ]
     click.echo(f"{bench.model}, {bench.rows} rows on each rank, medians of {bench.rounds} rounds")
     click.echo()
     for line in table([_cells(row) for row in rows], head):
         click.echo(line)
     click.echo()
     click.echo("ms          of a step; engines take turns, the slowest rank counts")
-    click.echo("TFLOP/s     of a rank; MB sent: in a step, by a rank")
+    click.echo(
+        "TFLOP/s     of a rank; MFU: of what --machines promises; MB sent: in a step, by a rank"
+    )
     click.echo("peak        of all ranks, beyond Python and torch; each engine by itself")
     click.echo(
         "planned     the same, from the plan; of ms with --machines, which --calibrate writes"
@@ -163,7 +175,8 @@ def _cells(row: Row) -> list[str]:
     def megabytes(nbytes: int | None) -> str:
         return "-" if nbytes is None else f"{nbytes / 1e6:,.1f}"
 
-    rates = f"{row.tokens_per_second:,.0f}", f"{row.flops_per_second / 1e12:,.3f}"
+    mfu = "-" if row.mfu is None else f"{row.mfu:.1%}"
+    rates = f"{row.tokens_per_second:,.0f}", f"{row.flops_per_second / 1e12:,.3f}", mfu
     sizes = map(megabytes, (row.sent, row.peak, row.planned_peak))
     plan = row.planned_milliseconds
     times = f"{row.milliseconds:,.1f}", "-" if plan is None else f"{plan:,.1f}"

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError
-from shardwise.plan.forecast.ask import ask, devices
+from shardwise.plan.forecast.ask import _Search, ask, devices
 from shardwise.plan.forecast.candidate import Candidate, candidates, savings
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Planner
@@ -144,6 +144,12 @@ def test_where_nothing_fits_the_smallest_is_judged() -> None:
     verdict = ask(on_a_device_of(1000.0), among=among)
     assert verdict.says == "does not fit"
     assert verdict.best.candidate == among[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_ranks_may_send_in_other_dtypes_and_one_sends_nothing(ranks: int) -> None:
+    wires = {c.wire for c in _Search(question(ranks)).candidates()}
+    assert wires == ({None} if ranks == 1 else {None, "float32", "int8"})
 
 
 def test_rows_that_ranks_cannot_share_are_refused() -> None:

@@ -145,7 +145,7 @@ class _Search:
             rows = [n for n in rows if of_a_rank % n == 0] or [1]
             question.check(Candidate("full_shard", rows[0]))
         others = [wire for wire in WIRES if getattr(torch, wire) is not question.dtypes.reduce]
-        wires = None, *others[: question.ranks - 1]  # one rank sends none
+        wires = None, *(others if question.ranks > 1 else ())
         return candidates(question.ranks, question.machine.per_host, rows, self.is_frozen, wires)
 
     def fits(self, peak: Peak) -> bool:

@@ -46,20 +46,29 @@ def fastest(planner: Planner, candidates: Iterable[Candidate], fits: Fits) -> It
     look: tuple[Callable[[Candidate], float], ...]
     look = planner.computed, planner.least, planner.seconds
     rows = planner.question.rows_of
-    waiting = [_Waiting(look[0](c) / rows(c), n, 0, c) for n, c in enumerate(candidates)]
+    possible = enumerate(_possible(planner, candidates, fits))
+    waiting = [_Waiting(look[0](c) / rows(c), n, 0, c) for n, c in possible]
     heapify(waiting)
     while waiting:
         seconds, number, known, candidate = heappop(waiting)
         if known == len(look) - 1:
             yield Estimate(candidate, seconds)
-        elif known or _is_small(planner, candidate, fits):
+        elif known or fits(planner.peak(candidate)):
             seconds = look[known + 1](candidate) / rows(candidate)
             heappush(waiting, _Waiting(seconds, number, known + 1, candidate))
 
 
-def _is_small(planner: Planner, candidate: Candidate, fits: Fits) -> bool:
-    """Does it fit? Activations alone may not, whatever the strategy."""
-    return fits(Peak(planner.activations(candidate), 0)) and fits(planner.peak(candidate))
+def _possible(planner: Planner, candidates: Iterable[Candidate], fits: Fits) -> Iterator[Candidate]:
+    """Leave out those whose activations alone do not fit: more rows are not observed then."""
+    too_many: dict[int, int] = {}  # rows, by what is recomputed
+    for candidate in sorted(candidates, key=_size):
+        rows, recompute = candidate.micro_batch, candidate.recompute
+        if rows >= too_many.get(recompute, rows + 1):
+            continue
+        if fits(Peak(planner.activations(candidate), 0)):
+            yield candidate
+        else:
+            too_many[recompute] = rows
 
 
 def smallest(planner: Planner, candidates: Iterable[Candidate]) -> Candidate:

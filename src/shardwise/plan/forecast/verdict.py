@@ -198,7 +198,7 @@ class Verdict:
     def _instead(self, strategy: str, takes: bool) -> str:
         """Say what the numbers say of a strategy, and why, beside a rule's word."""
         if strategy == "diloco":
-            return "not computed: it trains otherwise"
+            return "not computed: workers train apart"
         times = {other.candidate.strategy: other.time for other in self.others}
         if strategy not in times:
             return "computed: does not fit"
@@ -207,6 +207,8 @@ class Verdict:
             waits = own.parts["exposed communication"] / own.seconds
             return f"computed: {'' if takes else 'and yet '}the fastest; {waits:.0%} of it waits"
         slower = fastest[1].tokens_per_second / own.tokens_per_second - 1
+        if slower < 0.005:
+            return f"computed: as fast as {fastest[0]}"
         return f"computed: {slower:.0%} slower than {fastest[0]}: more {_more(own, fastest[1])}"
 
 
