@@ -70,5 +70,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("shardwise needs Python 3.11 or newer, and this is %d.%d. Try: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@echo "Building .venv, once: a minute or more, about 2 GB."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,data,hf,peft,bnb,trainer,tensorboard,examples,test,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,data,hf,peft,bnb,trainer,tensorboard,s3,examples,test,docs,dev]'
 	@touch $@

@@ -13,6 +13,7 @@ from shardwise.cli.format_names import escape
 from shardwise.cli.tables import table
 from shardwise.plan.printed import size
 from shardwise.train.comparison import Compared, Predicted
+from shardwise.train.mirror import Mirrored
 from shardwise.train.records import (
     Built,
     Busy,
@@ -266,6 +267,12 @@ def _finished(r: Finished) -> list[str]:
     return ["", _labelled("done", saved + ", ".join(r.files))]
 
 
+def _mirrored(r: Mirrored) -> str:
+    if r.error:
+        return _labelled("warning", f"NOT UPLOADED, and the run goes on: {r.error}")
+    return f"uploaded to {r.url} ({r.seconds:.1f} s)"
+
+
 def _exchanged(r: Exchanged) -> str:
     workers = f"{plural(len(r.workers), 'worker')} ({', '.join(map(str, r.workers))})"
     return (
@@ -283,6 +290,7 @@ _FORMATTERS: dict[type, Callable[[Any], list[str]]] = {
     Sampled: lambda r: ["", *_sampled(r)],
     Placed: lambda r: ["", *_placed(r)],
     Predicted: lambda r: [_predicted(r)],
+    Mirrored: lambda r: [_mirrored(r)],
     Exchanged: lambda r: [_exchanged(r)],
     Compared: lambda r: list(_compared(r)),
     Warned: lambda r: [_labelled("warning", r.message)],

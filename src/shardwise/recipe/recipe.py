@@ -106,6 +106,26 @@ class CheckpointConfig(Section):
         False, description="save at the lowest validation loss so far, and keep that checkpoint"
     )
     asynchronous: bool = Field(False, description="write while training continues")
+    kind: Literal["sharded", "full"] = Field(
+        "sharded",
+        description="full: rank 0 alone writes, and reads for the others: hosts share no disk",
+    )
+    mirror: str | None = Field(
+        None,
+        min_length=1,
+        description="URL, such as s3://BUCKET/RUN, to which checkpoints go as well, and from which "
+        "the newest comes where run.folder has none",
+    )
+
+    @model_validator(mode="after")
+    def _what_one_rank_writes_is_written_at_once(self) -> Self:
+        if self.kind == "full" and self.asynchronous:
+            raise ConfigError(
+                "checkpoint.kind is full and checkpoint.asynchronous is true: training would wait "
+                "while rank 0 writes everything. Set asynchronous: false, or kind: sharded."
+            )
+        return self
+
     resume: str = Field(
         "auto",
         min_length=1,

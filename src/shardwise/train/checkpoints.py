@@ -17,9 +17,10 @@ from typing import Any
 
 from shardwise.checkpoint import Loaded, Saving, Training
 from shardwise.checkpoint import Saved as SaveReport
-from shardwise.checkpoint.collectives import broadcast_object
+from shardwise.checkpoint.collectives import broadcast_object, run_on_rank_0
 from shardwise.checkpoint.disk import retried
 from shardwise.checkpoint.folder import checkpoints
+from shardwise.checkpoint.remote import download, remote_checkpoints
 from shardwise.checkpoint.run_folder import saved_in
 from shardwise.checkpoint.training_state import NAME as TRAINING_FILE
 from shardwise.checkpoint.training_state import Document
@@ -32,6 +33,7 @@ from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.hf_config import config_texts
 from shardwise.train.job import Job
 from shardwise.train.length import is_multiple
+from shardwise.train.mirror import Mirror
 from shardwise.train.records import Record, Resumed, Saved, Warned, plural
 from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
 from shardwise.train.streams import Position
@@ -86,6 +88,10 @@ class Checkpoints:
         has_adapter = job.recipe.adapter.rank is not None
         self._stored = is_adapters(job.sharded) if has_adapter else None  # which tensors
         self.save_error = ""
+        config = job.recipe.checkpoint
+        self._mirror = None
+        if config.mirror is not None and job.sharded.comm.rank == 0:
+            self._mirror = Mirror(config.mirror, config.save_total_limit)
 
     # ---- resume ------------------------------------------------------------------------------
 
@@ -107,6 +113,7 @@ class Checkpoints:
             ConfigError: they are of a different run; raised on rank 0 only.
         """
         source = self._job.recipe.checkpoint.resume
+        start = self._fetched(start)
         start = self._check_resumable(start)
         report = self._load_newest(self._folder) if start is Start.RESUME else None
         if start is Start.RESUME and report is None and _has_checkpoints(self._folder):
@@ -114,6 +121,21 @@ class Checkpoints:
         if report is None and source not in ("auto", "never"):
             report = self._load_given(Path(source).expanduser())
         return start, RunState() if report is None else self._restore_state(report)
+
+    def _fetched(self, start: Start) -> Start:
+        """Get the newest checkpoint from the mirror, where the run's folder has none."""
+        config, comm = self._job.recipe.checkpoint, self._job.sharded.comm
+        if config.mirror is None or config.resume != "auto":
+            return start
+        url = config.mirror
+
+        def fetch() -> bool:
+            is_new = not _has_checkpoints(self._folder) and bool(remote_checkpoints(url))
+            if is_new:
+                download(url, self._folder)
+            return is_new
+
+        return Start.RESUME if run_on_rank_0(comm, "the mirror of checkpoints", fetch) else start
 
     def _check_resumable(self, start: Start) -> Start:
         """Rank 0 checks that the run in the folder can be resumed, before tensors are loaded."""
@@ -249,7 +271,8 @@ class Checkpoints:
         return True
 
     def poll(self) -> None:
-        """Log an asynchronous save that has completed or failed."""
+        """Log an asynchronous save, or an upload, that has completed or failed."""
+        self._log_mirrored(wait=False)
         if self._saving is None:
             return
         step, saving = self._saving
@@ -260,14 +283,18 @@ class Checkpoints:
             self.report_failure(error)
 
     def wait(self) -> None:
-        """Wait for the asynchronous save, if any."""
-        if self._saving is None:
-            return
-        step, saving = self._saving
-        try:
-            self._report_saved(step, saving.wait())
-        except CheckpointError as error:
-            self.report_failure(error)
+        """Wait for the asynchronous save, if any, and for uploads."""
+        if self._saving is not None:
+            step, saving = self._saving
+            try:
+                self._report_saved(step, saving.wait())
+            except CheckpointError as error:
+                self.report_failure(error)
+        self._log_mirrored(wait=True)
+
+    def _log_mirrored(self, wait: bool) -> None:
+        for mirrored in [] if self._mirror is None else self._mirror.take(wait):
+            self._log(mirrored)
 
     def report_failure(self, error: CheckpointError) -> None:
         """Log a failed save, once: the engine may raise the same failure twice."""
@@ -295,6 +322,8 @@ class Checkpoints:
         self._saving, self.save_error = None, ""
         path, removed = _relative(saved.path), saved.removed
         self._log(Saved(step, path, saved.nbytes, saved.seconds, removed))
+        if self._mirror is not None:
+            self._mirror.add(saved.path)
 
     def _save_arguments(self, state: RunState, metric: float | None) -> tuple[Any, Training]:
         recipe = self._job.recipe
@@ -316,6 +345,7 @@ class Checkpoints:
         return {
             "save_total_limit": config.save_total_limit,
             "keep_best": "lowest" if config.keep_best else None,
+            "kind": config.kind,
             "names": self._stored,
             "files": {FILE: self._data.tokenizer.to_str(), **texts},
         }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.train.comparison import Compared, Predicted
+from shardwise.train.mirror import Mirrored
 from shardwise.train.worker import Exchanged
 
 
@@ -372,6 +373,7 @@ Record = (
     | Placed
     | Predicted
     | Exchanged
+    | Mirrored
     | Compared
     | Warned
     | Busy

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.remote import remote_checkpoints
+from shardwise.comm.transports import threads
+from shardwise.recipe.recipe import CheckpointConfig
+from shardwise.train.loop import train
+from shardwise.train.mirror import Mirror, Mirrored
+from shardwise.train.records import Record, Resumed
+from tests.train.test_loop import losses
+from tests.train.tiny import tiny_recipe
+
+
+def run(folder: Path, *overrides: str) -> list[Record]:
+    said: list[Record] = []
+    recipe = tiny_recipe(folder, "--checkpoint.save_every=2", *overrides)
+    threads.run(2, lambda comm: train(recipe, comm, said.append))
+    return said
+
+
+def test_a_run_goes_on_from_its_mirror_where_its_folder_is_gone(tmp_path: Path) -> None:
+    url = f"memory://{uuid.uuid4()}/run"
+    options = [f"--checkpoint.mirror={url}", "--checkpoint.kind=full"]
+    first = run(tmp_path, *options)
+    assert [r.url for r in first if isinstance(r, Mirrored)] == [f"{url}/step-2", f"{url}/step-4"]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    (tmp_path / "run").rename(tmp_path / "kept")
+    again = run(tmp_path, *options, "--run.steps=6")
+    straight = run(tmp_path, f"--run.folder={tmp_path}/kept", "--run.steps=6")
+    assert [r.step for r in again if isinstance(r, Resumed)] == [4]
+    assert losses(again)[-2:] == losses(straight)[-2:]
+    assert remote_checkpoints(url)[0].manifest.step == 6
+
+
+def test_of_those_that_wait_the_newest_is_uploaded_though_it_was_removed_meanwhile(
+    tmp_path: Path,
+) -> None:
+    url = f"memory://{uuid.uuid4()}/run"
+    mirror = Mirror(url, None)
+    for step in (1, 2, 3):
+        saved = sw.shard(nn.Linear(3, 3)).save(tmp_path / f"step-{step}")
+        mirror.add(saved.path)
+        shutil.rmtree(saved.path)
+    assert mirror.take(wait=True)[-1].url == f"{url}/step-3"
+    assert mirror.take() == []
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_store_that_fails_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+    said = run(tmp_path, "--checkpoint.mirror=nosuch://bucket", "--checkpoint.resume=never")
+    failed = [record for record in said if isinstance(record, Mirrored)]
+    assert all("nosuch" in record.error for record in failed)
+    assert len(failed) == 2
+
+
+def test_what_rank_0_writes_alone_is_not_written_in_the_background() -> None:
+    with pytest.raises(ValueError, match="kind: sharded"):
+        CheckpointConfig(kind="full", asynchronous=True)
