@@ -31,7 +31,7 @@ _TEXT = {"data.source": "stdlib", "data.field": "text", "data.max_bytes": 300_00
 _STREAMS = {"data.streaming.streams": 4, "data.streaming.shuffle": 4}
 _DECODER = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 176}
 _BATCH = {"batch.rows": 8, "batch.micro": 2, "data.context": 64}
-_RUN = {"run.device": "cpu", "run.log_every": 1, "run.eval_rows": 8}
+_RUN = {"run.device": "cpu", "run.log_every": 1, "run.eval_rows": 8, "run.plan": False}
 _STEPS, _EPOCHS = 6, 3
 
 
