@@ -86,6 +86,19 @@ def test_what_cannot_fit_is_refused_unless_it_is_forced(watched: Watched, tmp_pa
     assert any("--force" in warned.message for warned in watched.kind(Warned))
 
 
+def test_a_model_that_cannot_run_without_values_trains_without_a_plan(
+    watched: Watched, tmp_path: Path
+) -> None:
+    def stopped(*_: object) -> None:
+        raise ValueError("its attention has no such kernel")
+
+    watched.monkeypatch.setattr(foresight, "plan_of", stopped)
+    outcome = watched.run(tiny_recipe(tmp_path, *SHORT, "batch.micro=6"), world=2)
+    assert outcome.step == 2
+    assert Warned("the run has no plan: its attention has no such kernel") in watched.told
+    assert watched.kind(Compared) == []
+
+
 def test_the_term_that_is_off_is_named(watched: Watched, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, *SHORT, "batch.micro=6", "run.throughput_warmup=2")
     plan, step, _ = given_to_compare(watched, recipe)
