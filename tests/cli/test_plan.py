@@ -95,7 +95,7 @@ def test_quantities_are_read_as_people_write_them(text: str, number: int) -> Non
 def test_what_is_written_for_a_folder_is_a_recipe(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    folder, written = tiny("llama", tmp_path), tmp_path / "new.yaml"
+    folder, written = tiny("gemma2", tmp_path), tmp_path / "new.yaml"  # with capped scores
     changes = ("--lora", "r=4", "--quantize", "nf4", "--seq", "32", "--global-batch", "64")
     code, out, _ = plan(capsys, str(folder), "--gpus", "2xL4", *changes, "--write", str(written))
     assert code == 0

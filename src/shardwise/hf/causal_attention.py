@@ -16,7 +16,11 @@ def make_causal(model: Any) -> None:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(NAME, sdpa_attention_forward)
+    def attend(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+        """Attention as torch's kernel computes it; others cap its scores in the same kernel."""
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register(NAME, attend)
     for module in model.modules():  # parts have a configuration of their own
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
