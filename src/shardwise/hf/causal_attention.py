@@ -16,8 +16,9 @@ def make_causal(model: Any) -> None:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    def attend(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    def attend(*args: Any, **kwargs: Any) -> Any:
         """Attention as torch's kernel computes it; others cap its scores in the same kernel."""
+        kwargs.pop("softcap", None)
         return sdpa_attention_forward(*args, **kwargs)
 
     AttentionInterface.register(NAME, attend)
