@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ OURS = {
 TRAINER = {phase: f"{phase} is over" for phase in OURS}
 COLUMNS = (
     Column("program"), Column("files"), Column("seconds", ".1f", drawn=True),
-    *(Column(phase, ".1f") for phase in OURS),
+    *(Column(phase, ".1f") for phase in OURS), Column("CPU s", ".1f"),
 )  # fmt: skip
 NOTES = """
 seconds   from the command to the end of the first step, 2 ranks; medians over rounds, and of each
@@ -43,6 +44,7 @@ seconds   from the command to the end of the first step, 2 ranks; medians over r
 imports   the launcher, Python, imports, and the ranks' meeting
 data      reading, the tokenizer, tokens
 model     building it, its weights, shards or replicas, the optimizer
+CPU s     processor time of all processes until then: what others do on the machine counts less
 files     cold: a new run, whose tokenizer is to be trained, or whose model's weights are on the
           disk alone. warm: the same command again. Code is in memory for both
 trainer   transformers' Trainer with peft under torchrun: benchmarks/start/trainer.py
@@ -92,14 +94,16 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     rows: dict[str, Row] = {}
     for (name, files), some in laps.items():
         phases = {phase: median(lap[phase] for lap in some) for phase in OURS}
-        total = median(sum(lap.values()) for lap in some)
-        rows[f"{name} {files}"] = {"files": files, "seconds": total, **phases}
+        total = median(sum(lap[phase] for phase in OURS) for lap in some)
+        work = {"CPU s": median(lap["CPU s"] for lap in some)}
+        rows[f"{name} {files}"] = {"files": files, "seconds": total, **phases, **work}
     report = Report(this_machine(), (f"{config.rounds} rounds",), notes=tuple(NOTES))
     yield replace(report, tables=(Table.of("2 ranks", COLUMNS, rows),))
 
 
 def seconds(program: Program) -> dict[str, float]:
-    """Seconds of each phase. The command is ended after the last one."""
+    """Seconds of each phase, and of processor time. The command is ended after the last one."""
+    before = _work_of_ended()
     start, times, said = perf_counter(), dict[str, float](), list[str]()
     waited, settings = [*program.ends], {**os.environ}
     settings.pop("PYTHONDONTWRITEBYTECODE", None)  # ours is compiled once, as what pip installs
@@ -114,7 +118,13 @@ def seconds(program: Program) -> dict[str, float]:
                     process.send_signal(signal.SIGQUIT)
     if waited:
         raise RuntimeError(f"{program.command} ended before {waited[0]}: {''.join(said[-20:])}")
-    return times
+    return {**times, "CPU s": _work_of_ended() - before}
+
+
+def _work_of_ended() -> float:
+    """Processor seconds of all processes below this one that have ended and were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _started(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
