@@ -129,7 +129,7 @@ def test_each_element_of_a_gradient_bucket_is_written_once(
         assert found.pop("copy_", 0) + found.pop("_foreach_copy_", 0) == used[comm.rank]
         assert sum(b.gradients.copied for b in buckets) - before == used[comm.rank]
         whole = sum(full.nbytes for full in collected.fulls.values())
-        assert found.pop("zero_", 0) == whole - used[comm.rank]
+        assert found.pop("_foreach_zero_", 0) == whole - used[comm.rank]
         assert found == {}
 
     run_threads(world, rank)
@@ -467,19 +467,57 @@ def linears(*inputs: int) -> tuple[sw.Sharded, Gradients]:
     return sharded, bucket.gradients
 
 
-def test_small_gradients_wait_for_each_other_and_large_ones_are_written_at_once() -> None:
+def test_a_gradient_is_written_when_it_is_collected_and_a_second_one_is_added() -> None:
     _, gradients = linears(16_384, 16_383, 5)
+    assert gradients.arrivals.small == [1, 2]
     large, small, least = (torch.ones(1, count) for count in (16_384, 16_383, 5))
     copied = []
     for index, grad in ((1, small), (0, large), (2, least), (2, least)):
         complete = gradients.collect(index, grad, carried=False)
         copied.append((gradients.copied // 4, complete))
-    # A large one is written with those that wait, and so is a second one.
-    assert copied == [(0, False), (32_767, False), (32_767, True), (32_777, True)]
-    gradients.write()
-    assert gradients.copied == 4 * 32_777
+    assert copied == [(16_383, False), (32_767, False), (32_772, True), (32_777, True)]
     assert gradients.full is not None
     assert [view.max().item() for view in gradients.spec.full_views(gradients.full)] == [1, 1, 2]
+
+
+def test_small_gradients_that_come_together_lie_in_grad_until_they_are_collected() -> None:
+    sharded, gradients = linears(3, 4, 5)
+    params = [*sharded.model.parameters()]
+
+    def come(*grads: Tensor | None) -> list[float]:
+        gradients.expect(together=True)
+        for param, grad in zip(params, grads, strict=False):
+            param.grad = grad
+            gradients.arrivals(param)
+        before = set(gradients.touched)
+        gradients.collect_arrivals()
+        assert gradients.touched >= before
+        assert all(param.grad is None for param in params)
+        assert gradients.full is not None
+        return [view.sum().item() for view in gradients.spec.full_views(gradients.full)]
+
+    ones = [torch.ones(1, count) for count in (3, 4, 5)]
+    assert come(*ones) == [3, 4, 5]
+    assert gradients.missing == set()
+    assert come(*ones[:2]) == [6, 8, 5]  # of a second call
+    assert gradients.missing == {2}
+    assert come(None, ones[1].to_sparse(), ones[2]) == [6, 12, 10]
+    assert gradients.missing == {0}
+
+
+def test_small_gradients_that_had_come_when_a_pass_stopped_are_forgotten() -> None:
+    sharded, gradients = linears(3, 4)
+    first, second = sharded.model.parameters()
+    first.grad = torch.ones(1, 3)
+    gradients.set_aside()
+    gradients.expect(together=True)
+    for param in (first, second, first):
+        param.grad = torch.full_like(param, 2.0)
+        gradients.arrivals(param)
+    gradients.drop()
+    assert first.grad is not None
+    assert (first.grad.sum().item(), second.grad) == (3, None)
+    assert not gradients.touched
 
 
 def test_of_dropped_gradients_nothing_is_left() -> None:

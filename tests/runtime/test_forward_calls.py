@@ -14,7 +14,8 @@ class Pass:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.calls = ForwardCalls(
-            lambda unit: self.told.append(f"+{unit}"), lambda unit: self.told.append(f"-{unit}")
+            lambda unit, together: self.told.append(f"+{unit}"),
+            lambda unit: self.told.append(f"-{unit}"),
         )
 
     def called(

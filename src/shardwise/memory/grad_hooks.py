@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -14,10 +16,47 @@ from shardwise.torch_internals import (
     after_accumulation,
     disable_torch_function,
     engine_executes,
+    get_grad,
     set_after_accumulation,
+    set_grad,
 )
 
 Hook = Callable[[Tensor], None]
+SMALL = 1 << 14  # elements of a gradient: below this a copy costs less than the call for it
+
+
+class Arrivals(list[Tensor]):
+    """A hook on the gradients of a bucket's ``small`` parameters: each is told at once, or held."""
+
+    tell: Hook
+
+    def __init__(self, params: Sequence[nn.Parameter], numels: Sequence[int]) -> None:
+        super().__init__()
+        self.small = [index for index, numel in enumerate(numels) if numel < SMALL]
+        self._numbers = {id(param): index for index, param in enumerate(params)}
+
+    def __call__(self, param: Tensor) -> None:
+        self.tell(param)
+
+    def hold(self, held: bool) -> None:
+        """Tell of none, but keep those whose gradients have come: a third of the time for each."""
+        self.__class__ = _Held if held else Arrivals
+
+    def take(self, params: Sequence[nn.Parameter]) -> tuple[Sequence[int], list[Any]]:
+        """Take the gradients of those that are held: their numbers, and what was in ``.grad``."""
+        indices = self.small
+        if len(self) != len(indices):  # else, if one came twice, another one has None
+            indices = [*dict.fromkeys(map(self._numbers.__getitem__, map(id, self)))]
+        self.clear()
+        held = [*map(params.__getitem__, indices)]  # not kept: a hook that holds them is a cycle
+        with disable_torch_function():
+            grads = [*map(get_grad, held)]
+            [*map(set_grad, held, repeat(None))]
+        return indices, grads
+
+
+class _Held(Arrivals):
+    __call__: Any = list.append  # which is no call of Python
 
 
 class _Hooks(OrderedDict[int, Hook]):

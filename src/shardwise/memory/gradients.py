@@ -4,10 +4,9 @@
                one copy    [W * S], the        sum      mean      added to
                each        reduce's input      [S]                what was there
 
-The ordinary way lets autograd keep one tensor per parameter and copies them all together
-afterwards. Here each gradient is written where it will be sent from, once: a large one at once,
-while the processor still has it at hand; small ones wait for each other, because a call costs
-more than their bytes.
+The ordinary way keeps one tensor per parameter, and copies all of them afterwards. Here each is
+written once, where it will be sent from: a large one as soon as it comes, while the processor has
+it at hand; small ones together when their call ends, because a call costs more than their bytes.
 
 Between micro-batches that are not reduced, ``.grad`` is the parameter's slot in the gradient
 bucket, as it is this rank's sum in plain torch: what is done to it is done to what will be
@@ -19,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -28,19 +28,21 @@ from shardwise.comm.mesh import Mesh
 from shardwise.comm.protocol import Label, Pending
 from shardwise.comm.reduction import PendingReduction
 from shardwise.errors import RanksDisagree, ShardUseError
+from shardwise.memory.grad_hooks import Arrivals
+from shardwise.memory.kept_mean import kept_mean
 from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, is_of_shard, put_grad
 from shardwise.plan.spec import BucketSpec
 from shardwise.torch_internals import (
     disable_torch_function,
     foreach_copy_,
+    foreach_zero_,
     get_grad,
     get_version,
     hooks_of,
+    is_sparse,
     set_grad,
     untracked_views,
 )
-
-SMALL = 1 << 14  # elements: below this a copy costs less than the call that asks for it
 
 
 class Gradients:
@@ -51,7 +53,7 @@ class Gradients:
         self._averages = [(mesh[axis.number], reduction) for axis, reduction in spec.averages]
         self.copied = 0  # bytes
         self.full: Tensor | None = None  # [W * S] while gradients are collected or travel
-        self.arrived: set[int] = set()  # those that lie in ``full``, or wait to be written there
+        self.arrived: set[int] = set()  # those that lie in ``full``
         self._reduced: set[int] = set()  # those that were reduced since the last ``deliver``
         self.trained = frozenset(range(len(spec.members)) if spec.trainable else ())
         self.missing = set(self.trained)  # those that are due since the unit's backward began
@@ -61,13 +63,11 @@ class Gradients:
         self._is_shown = False  # was memory of ``full`` handed out as a ``.grad``?
         self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
         self._numels = [slot.numel for slot in spec.slots]
-        self._small = [numel < SMALL for numel in self._numels]
-        self._indices = frozenset(range(len(spec.slots)))
-        self._waiting: dict[int, Tensor] = {}
+        self.arrivals = Arrivals(spec.params, self._numels)
         self._lent = set[int]()  # slots in which a gradient is computed, and has not come
         self._kept = set[int]()  # those of which another gradient came than was computed there
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
-        self._views: list[Tensor] = []  # of it
+        self._views: list[Tensor] = []  # of it, and then of the gaps between them
         self.reducing: PendingReduction | None = None
         self.result: Tensor | None = None  # like the shard at rest, in the stored dtype
         self._spread: Tensor | None = None  # a part of it is the sum of what is reduced
@@ -76,15 +76,37 @@ class Gradients:
         self._label = Label("reduce", spec.title)
         for index, param in enumerate(spec.params):
             param.lend_slot = partial(self.lend, index)  # type: ignore[attr-defined]
+        self._kept_mean = kept_mean(spec)
 
     @property
     def touched(self) -> set[int]:
         """The parameters whose gradients arrived since the last ``deliver``."""
         return self._reduced | self.arrived
 
-    def expect(self) -> None:
-        """The unit's backward pass begins: every trained parameter's gradient is due."""
-        self.missing = set(self.trained)
+    def expect(self, together: bool = False, carried: bool = False) -> None:
+        """A call begins its backward pass: small gradients come one by one, or ``together``."""
+        self.collect_arrivals()  # of an earlier call that is open
+        self.missing, self._carried = set(self.trained), carried
+        self.arrivals.hold(together)
+
+    def collect_arrivals(self) -> None:
+        """``collect`` the small gradients that came together; others are told of one by one."""
+        self.arrivals.hold(False)
+        if not self.arrivals:
+            return
+        indices, grads = self.arrivals.take(self.spec.params)
+        dense = {*map(type, grads)} == {Tensor} and True not in map(is_sparse, grads)
+        if dense and not self._lent and self.arrived.isdisjoint(indices):
+            self._ready_to_collect(self._carried)
+            self.arrived.update(indices)
+            self.missing.difference_update(indices)
+            views = [*map(self._views.__getitem__, indices)]
+            foreach_copy_(views, grads)
+            self.copied += sum(map(self._numels.__getitem__, indices)) * views[0].itemsize
+            return
+        for index, grad in zip(indices, grads, strict=True):
+            if grad is not None:  # a function gave None for its parameter
+                self.collect(index, grad, self._carried)
 
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
@@ -100,7 +122,6 @@ class Gradients:
 
     def show(self) -> None:
         """Set ``.grad`` after a pass that did not reduce: what was collected, or set aside."""
-        self.write()  # what waits is autograd's, and may change after this
         self._is_shown = self._is_shown or bool(self.arrived)
         with disable_torch_function():
             for index in self.arrived:
@@ -163,6 +184,8 @@ class Gradients:
 
     def restore(self) -> None:
         """Set ``.grad`` to what was set aside."""
+        self.arrivals.hold(False)
+        self.arrivals.take(self.spec.params)  # if the pass has stopped
         with disable_torch_function():
             for index, grad in self.aside.items():
                 put_grad(self.spec.params[index], grad)
@@ -183,32 +206,28 @@ class Gradients:
         self.full = self._bucket = self._spread = None
         self.reducing = self.result = self.stored = None
         self._views, self.carries = [], False
-        for kept in (self._waiting, self._shown):
+        for kept in (self._shown, self.arrived, self._reduced, self._lent):
             kept.clear()
-        for indices in (self.arrived, self._reduced, self._lent):
-            indices.clear()
 
     def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
-        """Write one parameter's whole gradient into its slot; was it the last one missing?
+        """Write or add a parameter's whole gradient to its slot; was it the last one missing?
 
-        Args:
-            grad: a second one is added. It is kept until ``write`` if it is small.
-            carried: the bucket outlives this backward pass (accumulation), so it is kept in the
-                wide dtype of sums instead of the narrow one that travels.
+        If it is ``carried``, the bucket outlives this backward pass (accumulation), so it is kept
+        in the wide dtype of sums instead of the narrow one that travels.
         """
-        if self.full is None:
-            self._open(self.spec.dtypes.sum if carried else self.spec.dtypes.collected)
-        self.carries = self.carries or carried
+        self._ready_to_collect(carried)
         is_there = index in self._lent and self._is_back(index, grad)
         again = index in self.arrived
         self.arrived.add(index)
         self.missing.discard(index)
-        if self._small[index] and not again and not grad.is_sparse and not is_there:
-            self._waiting[index] = grad
-        elif not is_there:
-            self.write()
+        if not is_there:
             self._put(self._views[index], grad.to_dense() if grad.is_sparse else grad, again)
         return not self.missing
+
+    def _ready_to_collect(self, carried: bool) -> None:
+        if self.full is None:
+            self._open(self.spec.dtypes.sum if carried else self.spec.dtypes.collected)
+        self.carries = self.carries or carried
 
     def lend(self, index: int, dtype: torch.dtype) -> Tensor | None:
         """Hand a slot out to compute a gradient of ``dtype`` in; ``None``: it is to be copied.
@@ -240,7 +259,6 @@ class Gradients:
         """Leave a bucket to those who compute in it; what has arrived moves to a new one."""
         if self.full is None or not self._lent:
             return
-        self.write()
         self._lent.clear()
         views, self._bucket = self._views, None
         self._open(self.full.dtype)
@@ -256,15 +274,6 @@ class Gradients:
             view.copy_(grad)
         self.copied += view.nbytes
 
-    def write(self) -> None:
-        """Write the small gradients that wait, all at once."""
-        if not self._waiting:
-            return
-        views = [*map(self._views.__getitem__, self._waiting)]
-        foreach_copy_(views, [*self._waiting.values()])
-        self.copied += sum(map(self._numels.__getitem__, self._waiting)) * views[0].itemsize
-        self._waiting.clear()
-
     def _open(self, dtype: torch.dtype) -> Tensor:
         memory, spec = self._averages[0][0].memory, self.spec
         if self._bucket is not None and self._bucket.dtype is dtype:
@@ -273,7 +282,8 @@ class Gradients:
             return full
         self.full = self._bucket = full = memory.gradient(spec.layout.numel, dtype)
         with untracked_views():
-            self._views = spec.full_views(full)
+            gaps = [full[start:stop] for start, stop in spec.full_views.gaps]
+            self._views = [*spec.full_views(full), *gaps]
         return full
 
     def _release(self) -> None:
@@ -291,15 +301,12 @@ class Gradients:
 
     def reduce(self) -> None:
         """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
-        spec = self.spec
         self._leave()
+        spec, out = self.spec, self._kept_mean.unheld() if self.result is None else None
         full = self.full if self.full is not None else self._open(spec.dtypes.collected)
-        self.write()
-        for index in self._indices - self.arrived:
-            self._views[index].zero_()
-        for start, stop in spec.full_views.gaps:
-            full[start:stop].zero_()
-        self.reducing = self._reduce_over(0, full)
+        if unwritten := {*range(len(self._views))} - self.arrived:
+            foreach_zero_([*map(self._views.__getitem__, unwritten)])
+        self.reducing = self._reduce_over(0, full, out)
         if self.reducing.sent is not full:  # it was narrowed
             self._release()
             self.full = self.reducing.sent
@@ -339,10 +346,9 @@ class Gradients:
         self._spreading = copies.all_gather(full, Label("spread", spec.title))
         return full
 
-    def _reduce_over(self, at: int, full: Tensor) -> PendingReduction:
+    def _reduce_over(self, at: int, full: Tensor, out: Tensor | None = None) -> PendingReduction:
         """Issue one of the reductions; the last one writes where copies send their parts from."""
         comm, reduction = self._averages[at]
-        out = None
         if self.spec.copies > 1 and at == len(self._averages) - 1:
             self._spread = comm.memory.gradient(self.spec.layout.shard_numel, reduction.sum)
             out = self._spread.view(comm.size, -1)[comm.rank]
@@ -367,24 +373,19 @@ class Gradients:
         self.stored = stored
 
     def deliver(self, used: Sequence[bool], at_rest: bool) -> None:
-        """Give each parameter its ``.grad``, added to what it had.
+        """Give each parameter that is ``used`` on any rank its ``.grad``, added to what it had.
 
-        Args:
-            used: per parameter, did any rank have a gradient for it? Otherwise it keeps what it
-                had, ``None`` included, as in a plain training step.
-            at_rest: the parameters have the shapes of their shards.
+        Another one keeps what it had, ``None`` included, as in a plain training step. If they are
+        ``at_rest``, they have the shapes of their shards.
         """
         if self.stored is not None:
             self._host.wait()
             self.result, self.stored = self.stored, None
         if (mean := self.mean()) is not None:
             put = set_grad if at_rest else put_grad
-            with untracked_views():
-                views = self.spec.rest_views(mean)
+            views, params = self._kept_mean.views(mean), self.spec.params
             with disable_torch_function():
-                for param, view, here in zip(self.spec.params, views, used, strict=True):
-                    if here:
-                        put(param, view)
+                [*map(put, compress(params, used), compress(views, used))]  # less than a loop
                 for index in self.aside:
                     if used[index]:
                         self.aside[index].add_(views[index].to(self.aside[index].device))

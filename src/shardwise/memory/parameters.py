@@ -345,8 +345,9 @@ class Bucket:
         """May a parameter have been written since it became whole?"""
         if self.allocation.stays_whole or self.state is not State.READY:
             return False
-        if self._may_be_written or [*map(get_version, self.params)] != self._versions:
-            return True
+        with disable_torch_function():
+            if self._may_be_written or [*map(get_version, self.params)] != self._versions:
+                return True
         others = len(self._ours) < len(self.params)  # classes of the user's own tell nothing
         return others and addresses_of(self.params) != addresses_of(self._full_views)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from shardwise.errors import ScheduleError, ShardUseError
-from shardwise.memory.grad_hooks import is_handed_out, on_gradient
+from shardwise.memory.grad_hooks import Arrivals, is_handed_out, on_gradient
 from shardwise.memory.parameters import Bucket, State
 from shardwise.memory.shard_tensor.use_errors import autograd_grad_called
 from shardwise.plan.schedule.events import Phase
@@ -57,22 +57,25 @@ class Backward:
         self._handles: list[Any] = []
         self._of_users: list[Mapping[int, Any]] = []  # hooks on gradients, of each place
         self._handles_before: list[Any] = []  # of hooks that are called before gradients are added
-        self._places: list[tuple[UnitState, Bucket, int]] = []
+        self._places: dict[int, tuple[UnitState, Bucket, int]] = {}  # by ``id`` of the parameter
 
     def install(self) -> None:
-        self._places = [
-            (state, bucket, index)
+        self._places = {
+            id(param): (state, bucket, index)
             for state in self.runtime.units.values()
             for bucket in state.buckets
             if bucket.dtypes.stored.is_floating_point or bucket.trainable
-            for index in range(len(bucket.params))
-        ]
-        for number, (_, bucket, index) in enumerate(self._places):
-            # Weak: the garbage collector does not see what this kind of hook holds.
-            hook = partial(_arrived, weakref.ref(self), number)
-            handle, of_users = on_gradient(bucket.params[index], hook)
-            self._handles.append(handle)
-            self._of_users.append(of_users)
+            for index, param in enumerate(bucket.params)
+        }
+        # Weak: the garbage collector does not see what this kind of hook holds.
+        hook = partial(_arrived, weakref.ref(self))
+        for bucket in dict.fromkeys(bucket for _, bucket, _ in self._places.values()):
+            arrivals = bucket.gradients.arrivals
+            arrivals.tell = hook
+            for index, param in enumerate(bucket.params):
+                handle, of_users = on_gradient(param, arrivals if index in arrivals.small else hook)
+                self._handles.append(handle)
+                self._of_users.append(of_users)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -133,7 +136,7 @@ class Backward:
         The step is over, so an optimizer may step on the parameter and drop its gradient.
         """
         used = self.runtime.trained.used
-        for (_, bucket, index), hooks in zip(self._places, self._of_users, strict=True):
+        for (_, bucket, index), hooks in zip(self._places.values(), self._of_users, strict=True):
             if hooks and bucket in used and used[bucket][index]:
                 for hook in tuple(hooks.values()):
                     hook(bucket.params[index])
@@ -150,7 +153,7 @@ class Backward:
         """
         for handle in self._handles_before:
             handle.remove()
-        places = self._places if hooks else ()
+        places = self._places.values() if hooks else ()
         params = [bucket.params[index] for _, bucket, index in places]
         with disable_torch_function():
             self._handles_before = [
@@ -232,12 +235,12 @@ class Backward:
         )
 
 
-def _arrived(reference: weakref.ref[Backward], number: int, param: Tensor) -> None:
+def _arrived(reference: weakref.ref[Backward], param: Tensor) -> None:
     """A gradient was added. For each parameter in each step, so it is one function."""
     backward, gradient = reference(), get_grad(param)
     if backward is None or gradient is None:  # a function gave None for its parameter
         return
-    state, bucket, index = backward._places[number]
+    state, bucket, index = backward._places[id(param)]
     if backward.suspended or gradient.requires_grad:
         raise backward._refuse(bucket.members[index].name, param)
     running = backward._token is not None and backward._token() is not None
@@ -266,4 +269,4 @@ class _Token:
 
 
 skip_in_dynamo(Backward._come_to, Backward._leave, Backward._leave_when_complete, Backward._end)
-skip_in_dynamo(_arrived, _comes)
+skip_in_dynamo(_arrived, _comes, Arrivals.__call__)

@@ -88,10 +88,11 @@ class ForwardCall:
 class ForwardCalls:
     """The forward calls of a model whose backward pass is to come or under way.
 
-    ``enter`` and ``leave`` are called with a unit when that of one of its calls begins and ends.
+    ``enter`` and ``leave`` are called with a unit when that of one of its calls begins and ends;
+    ``enter`` also with whether its gradients may come ``together``, as none ends the call.
     """
 
-    def __init__(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
+    def __init__(self, enter: Callable[..., None], leave: Callable[[str], None]) -> None:
         self._enter, self._leave = enter, leave
         self._to_come: dict[str, WeakSet[ForwardCall]] = defaultdict(WeakSet)  # or open
         self._open: list[ForwardCall] = []  # the first that began comes first
@@ -127,7 +128,7 @@ class ForwardCalls:
             return
         call.is_open, call.inputs_done = True, False
         self._open.append(call)
-        self._enter(call.unit)
+        self._enter(call.unit, together=not call.ends_unseen)
 
     def leave(self, call: ForwardCall) -> None:
         """The unit of ``call`` has computed all its gradients."""

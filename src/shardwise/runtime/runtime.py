@@ -78,13 +78,18 @@ class Runtime:
 
     # ---- cues ------------------------------------------------------------------------------
 
-    def enter(self, unit: str, phase: Phase, listed: bool = True) -> None:
-        """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation."""
+    def enter(self, unit: str, phase: Phase, listed: bool = True, together: bool = False) -> None:
+        """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation.
+
+        ``together``: its small gradients are not needed one by one.
+        """
         self._stream.check()
         state = self.units[unit]
         if phase is Phase.BACKWARD:
+            reducing, again = unit in self.facts.reducing, self.facts.backward[unit]
+            together = together and not (reducing or again or torch.is_grad_enabled())
             for bucket in state.trainable:
-                bucket.gradients.expect()
+                bucket.gradients.expect(together, not self.facts.reduces)
         try:
             if not listed:
                 self.serve(unit, Phase.BACKWARD, "recomputed")
@@ -103,7 +108,11 @@ class Runtime:
         self.facts.calls[phase][unit] -= 1
         if not listed:
             return
-        cue = self.units[unit].exits[phase]
+        state = self.units[unit]
+        cue = state.exits[phase]
+        if phase is Phase.BACKWARD:
+            for bucket in state.trainable:
+                bucket.gradients.collect_arrivals()
         step = self._cursor.match(cue)
         if self.listeners:
             self._report(Event(*cue))

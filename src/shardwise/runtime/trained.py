@@ -68,8 +68,11 @@ class Trained:
         return flags if flags != self._flags else []
 
     def ask_used(self) -> Callable[[], list[bool]]:
-        touched = [(bucket.gradients.touched, len(bucket.params)) for bucket in self.buckets]
-        arrived = [index in those for those, count in touched for index in range(count)]
+        arrived: list[bool] = []
+        for bucket in self.buckets:
+            touched, count = bucket.gradients.touched, len(bucket.params)
+            every = len(touched) == count
+            arrived += [True] * count if every else [index in touched for index in range(count)]
         return ask_used(arrived, self._comm)
 
     def end_backward(self, used: Callable[[], list[bool]] | None) -> None:

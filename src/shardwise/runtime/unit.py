@@ -48,6 +48,8 @@ class UnitState:
     @property
     def complete(self) -> bool:
         """Has every gradient arrived since the backward pass of the last call began?"""
+        for bucket in self.trainable:
+            bucket.gradients.collect_arrivals()
         return not any(bucket.gradients.missing for bucket in self.trainable)
 
     def _keep_written(self) -> None:

@@ -43,10 +43,13 @@ get_grad: Callable[[Tensor], Tensor | None] = _SLOTS.grad.__get__
 set_grad: Callable[[Tensor, Tensor | None], None] = _SLOTS.grad.__set__
 get_data: Callable[[Tensor], Tensor] = _SLOTS.data.__get__
 set_data: Callable[[Tensor, Tensor], None] = _SLOTS.data.__set__
+is_sparse: Callable[[Tensor], bool] = _SLOTS.is_sparse.__get__
 #: What it is a view of, as autograd knows it.
 base_of: Callable[[Tensor], Tensor | None] = _SLOTS._base.__get__
 #: How often a tensor was written in place. Views of one base have one number.
 get_version: Callable[[Tensor], int] = _SLOTS._version.__get__
+#: How many own it in C++: its object in Python is one, a ``.grad`` or a graph another.
+tensor_uses: Callable[[Tensor], int] = _SLOTS._use_count
 
 
 #: Functions that hand tensors to C++ and do not ask their class for ``__torch_function__``.
@@ -87,6 +90,9 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+#: ``storage_key →`` the tensors and other owners of a storage.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
 #: ``(flat, like) → `` views of ``flat``, one after the other, in the shapes of ``like``; one call.
 split_flat: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
 
@@ -104,6 +110,7 @@ def take_in_lists(kind: type[Tensor]) -> None:
 
 # One kernel for many tensors.
 foreach_copy_ = torch._foreach_copy_
+foreach_zero_ = torch._foreach_zero_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_ = torch._fused_adamw_
