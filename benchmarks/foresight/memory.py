@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.foresight.plans import blueprint_of, work_of
 from benchmarks.foresight.rows import Case
+from shardwise.errors import ShardwiseError
 from shardwise.plan.forecast.memory import forecast
 
 NARROWED = 2 - 0.53  # bytes that each weight of 4 bits has less than in bf16; its scales have some
@@ -19,16 +20,21 @@ NARROWED = 2 - 0.53  # bytes that each weight of 4 bits has less than in bf16; i
 RESERVED = 1.1
 
 
-def memory_errors(cases: Iterable[Case]) -> dict[str, float]:
-    """The forecast over what was published, less one, by the row's number."""
-    return {case.number: peak_of(case) / case.memory - 1 for case in cases if case.memory}
+def memory_errors(cases: Iterable[Case], others: dict[str, list[str]]) -> dict[Case, float]:
+    """The forecast over what was published, less one; a case without a plan goes to ``others``."""
+    errors: dict[Case, float] = {}
+    for case in cases:
+        try:
+            errors |= {case: peak_of(case) / case.memory - 1} if case.memory else {}
+        except ShardwiseError as reason:
+            others.setdefault(str(reason), []).append(case.number)
+    return errors
 
 
 def peak_of(case: Case) -> float:
     """Bytes at most of one rank."""
-    kept = _as_compiled(case)
-    work = work_of(kept)
-    blueprint = replace(blueprint_of(kept, case.shape.layers), device=torch.device("cuda"))
+    work = work_of(case, compiled=case.software.compiled)
+    blueprint = replace(blueprint_of(case, case.shape.layers), device=torch.device("cuda"))
     narrowed = case.shape.layers * case.shape.block_parameters * case.quantized * NARROWED
     peak = (
         forecast(blueprint, work.order, work, case.software.optimizer).peak - narrowed / case.shards
@@ -36,11 +42,3 @@ def peak_of(case: Case) -> float:
     inputs = case.shape.layers * work.tokens * case.shape.width * 2  # of blocks, in bf16
     peak -= inputs * case.software.offloads
     return peak if case.allocated else peak * RESERVED
-
-
-def _as_compiled(case: Case) -> Case:
-    """Compiled blocks keep products alone: what is elementwise is computed again."""
-    software = case.software
-    if not software.compiled or software.checkpointing != "none":
-        return case
-    return replace(case, software=replace(software, checkpointing="moved"))

@@ -26,6 +26,14 @@ from shardwise.train.decoder import RMSNorm, rotate
 Checkpointing = Literal["none", "full", "second", "matmuls", "moved"]
 """Blocks that are recomputed: none, all, every second; or what of each: all but attention and every
 second product, all but attention and products."""
+Logits = Literal["whole", "held", "fused", "tokens", "vocabulary"]
+"""What of the logits is alive at once: all of them, in float32; also what the model returned, until
+the step ends, as in a loop around transformers' models; all in bf16, where the loss is one kernel;
+or a part at a time, made twice: some tokens of all, or all tokens for a part of the vocabulary."""
+TOKENS, VOCABULARY = (
+    8,
+    2048,
+)  # parts of all tokens (torchtune); entries of the vocabulary (prime-rl)
 
 
 @dataclass(frozen=True)
@@ -126,29 +134,65 @@ def shape_named(name: str) -> Shape | None:
     return next(of_name, None)
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """Of low rank, on frozen weights.
+
+    Attributes:
+        rank: 0 for none.
+        on: the linear maps that have one: those of attention's inputs, all, or all but attention's
+            last.
+        drops: a part of their inputs is dropped.
+    """
+
+    rank: int = 8
+    on: Literal["attention", "all", "inputs"] = "attention"
+    drops: bool = False
+
+
 class Adapted(nn.Linear):
     """A frozen linear map and the product of two low-rank ones."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+    def __init__(self, inputs: int, outputs: int, adapters: Adapters) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self.down = nn.Linear(inputs, rank, bias=False)
-        self.up = nn.Linear(rank, outputs, bias=False)
+        self.down = nn.Linear(inputs, adapters.rank, bias=False)
+        self.up = nn.Linear(adapters.rank, outputs, bias=False)
+        self.drops = adapters.drops
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.up(self.down(x))
+        """``[..., inputs]`` → ``[..., outputs]``."""
+        kept = x * torch.ones(x.shape, dtype=torch.bool, device=x.device) if self.drops else x
+        added: Tensor = self.up(self.down(kept))
         return F.linear(x, self.weight) + 2.0 * added
+
+
+class _Fused(torch.autograd.Function):
+    """One kernel for what is elementwise: it keeps its inputs, and has no memory besides."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def _fused(*inputs: Tensor) -> Tensor:
+    return cast("Tensor", _Fused.apply(*inputs))  # type: ignore[no-untyped-call]
 
 
 class Block(nn.Module):
     """Attention and a feed-forward network."""
 
-    def __init__(self, shape: Shape, rank: int, everywhere: bool) -> None:
+    def __init__(self, shape: Shape, adapters: Adapters, compiled: bool) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.compiled = shape, compiled
 
-        def linear(inputs: int, outputs: int, adapted: bool = everywhere) -> nn.Linear:
-            if rank and adapted:
-                return Adapted(inputs, outputs, rank)
+        def linear(inputs: int, outputs: int, adapted: bool = adapters.on != "attention") -> Any:
+            if adapters.rank and adapted:
+                return Adapted(inputs, outputs, adapters)
             return nn.Linear(inputs, outputs, bias=False)
 
         attended = shape.heads * shape.head_size
@@ -157,14 +201,14 @@ class Block(nn.Module):
         self.q, self.k, self.v = (
             linear(shape.width, size, adapted=True) for size in (attended, kv, kv)
         )
-        self.out = linear(attended, shape.width)
+        self.out = linear(attended, shape.width, adapted=adapters.on == "all")
         self.up = linear(shape.width, shape.hidden)
         self.gate = linear(shape.width, shape.hidden) if shape.gated else None
         self.down = linear(shape.hidden, shape.width)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         """``[batch, length, width]`` → the same."""
-        y = self.norms[0](x)
+        y = self._normed(0, x)
         q, k, v = (self._heads(each(y)) for each in (self.q, self.k, self.v))
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
@@ -173,10 +217,20 @@ class Block(nn.Module):
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        y = self.norms[1](x)
-        wide = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        added: Tensor = self.down(wide)
+        added: Tensor = self.down(self._wide(self._normed(1, x)))
         return x + added
+
+    def _normed(self, number: int, x: Tensor) -> Tensor:
+        norm = self.norms[number]
+        weight: Any = norm.weight
+        return _fused(x, weight) if self.compiled else cast("Tensor", norm(x))
+
+    def _wide(self, x: Tensor) -> Tensor:
+        up: Tensor = self.up(x)
+        if self.gate is None:
+            return _fused(up) if self.compiled else F.gelu(up)
+        gate: Tensor = self.gate(x)
+        return _fused(gate, up) if self.compiled else F.silu(gate) * up
 
     def _heads(self, x: Tensor) -> Tensor:
         """``[batch, length, heads * size] → [batch, heads, length, size]``."""
@@ -194,17 +248,16 @@ class Variant:
 
     Attributes:
         length: of a sequence.
-        rank: of adapters on frozen weights; 0 for none.
-        everywhere: adapters are on all linear maps, and not on those of attention alone.
-        checkpointing: the policy; see ``Checkpointing``.
-        chunks: parts of a sequence whose logits are computed, and recomputed, one after the other.
+        checkpointing, logits: see ``Checkpointing`` and ``Logits``.
+        compiled: what is elementwise is one kernel, which keeps its inputs alone. Kernels count
+            whatever this is, so it says something about memory only.
     """
 
     length: int
-    rank: int = 0
-    everywhere: bool = False
+    adapters: Adapters = Adapters(0)
     checkpointing: Checkpointing = "none"
-    chunks: int = 1
+    logits: Logits = "whole"
+    compiled: bool = False
 
 
 class Decoder(nn.Module):
@@ -220,13 +273,13 @@ class Decoder(nn.Module):
         angles = torch.empty(2, variant.length, shape.head_size)
         self.register_buffer("angles", angles, persistent=False)
         self.blocks = nn.ModuleList(
-            Block(shape, variant.rank, variant.everywhere) for _ in range(shape.layers)
+            Block(shape, variant.adapters, variant.compiled) for _ in range(shape.layers)
         )
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
-        if variant.rank:
+        if variant.adapters.rank:
             self.requires_grad_(False)
             for part in self.modules():
                 if isinstance(part, Adapted):
@@ -242,10 +295,21 @@ class Decoder(nn.Module):
         for number, block in enumerate(self.blocks):
             x = self._run(number, block, x, angles)
         x = self.norm(x)
-        x = x.flatten(0, 1)
-        if self.variant.chunks > 1:
-            inputs = x, self.head.weight, self.variant.chunks
-            return cast("Tensor", _ChunkedLoss.apply(*inputs))  # type: ignore[no-untyped-call]
+        return self._loss(x.flatten(0, 1))
+
+    def _loss(self, x: Tensor) -> Tensor:
+        """``[tokens, width]`` → the mean cross-entropy."""
+        match self.variant.logits:
+            case "tokens" | "vocabulary" as along:
+                inputs = x, self.head.weight, along
+                return cast("Tensor", _LossInParts.apply(*inputs))  # type: ignore[no-untyped-call]
+            case "fused":
+                return _fused(self.head(x)).flatten()[0].float()
+            case "held":
+                logits = self.head(x).float()
+                loss = _loss(logits)
+                loss.register_hook(partial(_hold, logits))
+                return loss
         return _loss(self.head(x))
 
     def _run(self, number: int, block: nn.Module, *inputs: Any) -> Tensor:
@@ -266,27 +330,40 @@ def _loss(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets)
 
 
-class _ChunkedLoss(torch.autograd.Function):
+def _hold(_: Tensor, gradient: Tensor) -> Tensor:
+    """A hook of a tensor, which so holds another one as long as it has its own graph."""
+    return gradient
+
+
+class _LossInParts(torch.autograd.Function):
     """The same, of ``x`` and the head's weight: logits of one part at a time are made, twice."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, along: Logits) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.chunks = chunks
-        return torch.stack([_loss(part @ weight.T) for part in x.chunk(chunks)]).mean()
+        ctx.along = along
+        return torch.stack([_loss(a @ b.T) for a, b in _parts(x, weight, along)]).mean()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        of_x = []
-        for part in x.chunk(ctx.chunks):
-            of_logits = torch.softmax((part @ weight.T).float(), -1).mul_(gradients[0])
+        needed = ctx.needs_input_grad[1] or ctx.along == "vocabulary"  # prime-rl makes it anyway
+        of_x, of_weight = torch.zeros_like(x), torch.zeros_like(weight) if needed else None
+        sums = _parts(of_x, weight if of_weight is None else of_weight, ctx.along)
+        for (a, b), (of_a, of_b) in zip(_parts(x, weight, ctx.along), sums, strict=True):
+            of_logits = torch.softmax((a @ b.T).float(), -1).mul_(gradients[0])
             narrow = of_logits.to(x.dtype)
-            of_x.append(narrow @ weight)
+            of_a.add_(narrow @ b)
             if of_weight is not None:
-                of_weight += narrow.T @ part
-        return torch.cat(of_x), of_weight, None
+                of_b.add_(narrow.T @ a)
+        return of_x, of_weight if ctx.needs_input_grad[1] else None, None
+
+
+def _parts(x: Tensor, weight: Tensor, along: Logits) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and entries of the vocabulary whose logits are alive at once."""
+    if along == "tokens":
+        return [(part, weight) for part in x.chunk(TOKENS)]
+    return [(x, part) for part in weight.split(VOCABULARY)]
 
 
 def _kept(every: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,11 +18,11 @@ from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Accelerator, Constants
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.rates import Kernels, Rates
+from shardwise.plan.forecast.repeated import Stack, deepen
 from shardwise.plan.forecast.time import TimeForecast, modes, optimizer_seconds, walk
-from shardwise.plan.forecast.work import Pass, Span, StepWork, UnitWork
-from shardwise.plan.order import mirror
+from shardwise.plan.forecast.work import Pass, StepWork
 from shardwise.plan.schedule.decide import events
-from shardwise.plan.schedule.events import Cue, Event, Op, Order, UnitBytes
+from shardwise.plan.schedule.events import Event, Op, UnitBytes
 from shardwise.plan.units.units import choose_units
 from shardwise.plan.units.wrap import by_class
 
@@ -82,14 +82,23 @@ def plan_of(case: Case) -> Plan:
     else:  # torch's FSDP reduces the gradients of each micro-batch
         kinds = [("train", case.micro_batches)]
     listed = tuple((events(work.order, policy, nbytes, mode), times) for mode, times in kinds)
+    if case.software.scans:
+        listed = tuple((_averages_last(each), times) for each, times in listed)
     return Plan(case, work, nbytes, blueprint.grid, listed, _stepped(case))
 
 
-def work_of(case: Case) -> StepWork:
-    """Work of one micro-batch."""
-    work = _observed(case.shape, case.variant, case.micro_batch)
+def work_of(case: Case, compiled: bool = False) -> StepWork:
+    """Work of one micro-batch; ``compiled``: as of a ``Variant``."""
+    shape, period = case.shape, 1 + (case.software.checkpointing == "second")
+    stack, variant = Stack("blocks", shape.layers, period), replace(case.variant, compiled=compiled)
+    work = _observed(few(shape, min(shape.layers, stack.kept)), variant, case.micro_batch)
     work = _quantised(work, case) if case.quantized else work
-    return all_blocks(work, case.shape.layers, case.software.checkpointing == "second")
+    return deepen(work, stack, shape.layers) if shape.layers > stack.kept else work
+
+
+def _averages_last(listed: Sequence[Event]) -> tuple[Event, ...]:
+    """What is summed over copies when the backward pass is over."""
+    return tuple(sorted(listed, key=lambda event: event.op is Op.AVERAGE))
 
 
 def _stepped(case: Case) -> float:
@@ -133,8 +142,7 @@ def _sent(nbytes: UnitBytes, case: Case) -> UnitBytes:
 
 @cache
 def _observed(shape: Shape, variant: Variant, rows: int) -> StepWork:
-    """Work of two blocks."""
-    model = _model(few(shape, 2), variant)
+    model = _model(shape, variant)
     units = choose_units(model, by_class("Block"))
     ids = torch.empty(rows, variant.length, dtype=torch.long, device="meta")
     return observe(model, units, (ids,), {}, None, _precision("float32"), lambda loss: loss)
@@ -157,64 +165,3 @@ def _quantised(work: StepWork, case: Case) -> StepWork:
         for name, unit in work.units.items()
     }
     return replace(work, units=units)
-
-
-def all_blocks(work: StepWork, layers: int, alternate: bool) -> StepWork:
-    """The second block stands for all after it; with ``alternate`` both take turns."""
-    period = 2 if alternate else 1
-    forward = tuple(_repeated(work.order.forward, layers))
-    units: dict[str, UnitWork] = {}
-    for cue in forward:
-        place = _number(cue.unit)
-        known = cue.unit if place is None else f"blocks.{place % 2 if alternate else min(place, 1)}"
-        units[cue.unit] = work.units[known]
-    more, backward = layers - 2, mirror(forward)
-    first = {unit: _place(work, unit, more) for unit in work.first_gradients}
-    for number in range(2, layers):  # entered before the second
-        if "blocks.1" in first:
-            first[f"blocks.{number}"] = first["blocks.1"] - 2 * (number - 1)
-    # A block comes with the span before it, and on the way back with the one after it.
-    before = _enters(work.order.forward, f"blocks.{2 - period}")
-    after = _enters(work.order.backward, "blocks.1") + 1
-    return replace(
-        work,
-        units=units,
-        order=Order(forward, backward),
-        forward=_with_spans(work.forward, before, 2 * period, more // period),
-        backward=_with_spans(work.backward, after, 2 * period, more // period),
-        first_gradients=first,
-    )
-
-
-def _number(unit: str) -> int | None:
-    """The number of a block; ``None`` for other units."""
-    number = unit.removeprefix("blocks.")
-    return None if number == unit else int(number)
-
-
-def _enters(cues: Sequence[Cue], unit: str) -> int:
-    """The place of the first cue of ``unit``, and so of the span before it."""
-    return next(place for place, cue in enumerate(cues) if cue.unit == unit)
-
-
-def _place(work: StepWork, unit: str, more: int) -> int:
-    """The span of a unit's first gradient, where as many blocks more come before the first."""
-    place = work.first_gradients[unit]
-    cues = [cue.unit for cue in work.order.backward]
-    return place + 2 * more * (place > cues.index("blocks.1"))
-
-
-def _with_spans(spans: Sequence[Span], start: int, size: int, times: int) -> tuple[Span, ...]:
-    """``spans``, of which those from ``start`` on come so many times more."""
-    again = [*spans[start : start + size]]
-    return (*spans[:start], *again * times, *spans[start:])
-
-
-def _repeated(cues: Iterable[Cue], layers: int) -> Iterator[Cue]:
-    for cue in cues:
-        if cue.unit != "blocks.1":
-            yield cue
-        elif cue.op is Op.ENTER:
-            for number in range(1, layers):
-                yield Cue(Op.ENTER, f"blocks.{number}", cue.phase)
-                yield Cue(Op.EXIT, f"blocks.{number}", cue.phase)

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from benchmarks.foresight.models import Checkpointing, Shape, Variant, shape_named
+from benchmarks.foresight.models import (
+    Adapters,
+    Checkpointing,
+    Logits,
+    Shape,
+    Variant,
+    shape_named,
+)
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.rates import AttentionKernel
 
 PUBLISHED = Path(__file__).with_name("published.csv")
+VOCABULARY = 32_000  # of a model that is known by its sizes alone
 TOLERANCE = 0.07  # of the parameters, between a shape and its row
+VENDORS = "nvidia|amd|intel|google|cloud|tesla|geforce|instinct|habana|data center gpu"
 Row = Mapping[str, str]
 
 
@@ -35,32 +46,38 @@ class Software:
         attention: the kernels for attention.
         checkpointing: the policy.
         reduce: the dtype in which gradients are summed.
-        everywhere: adapters are on all linear maps, and not on those of attention alone.
-        chunks: parts of a sequence whose logits are computed one after the other.
+        adapters: where they are, if there are any, and their rank if no row says it.
+        logits: what of them is alive at once.
         stored: the dtype of parameters and of the optimizer's state.
         offloads: inputs of recomputed blocks are in host memory.
         optimizer: its name.
+        scans: all blocks are one loop, after which gradients are summed over copies of the model.
     """
 
     compiled: bool = True
     attention: AttentionKernel = "flash2"
     checkpointing: Checkpointing = "none"
     reduce: Literal["float32", "bfloat16"] = "float32"
-    everywhere: bool = False
-    chunks: int = 1
+    adapters: Adapters = field(default_factory=Adapters)
+    logits: Logits = "whole"
     stored: Literal["float32", "bfloat16"] = "float32"
     offloads: bool = False
     optimizer: str = "adamw"
+    scans: bool = False
 
 
 SOFTWARE = {  # by the beginning of the framework's name
     "llm-foundry": Software(attention="flash1"),  # Triton's, of 2022
     "megatron": Software(attention="fastest", reduce="bfloat16"),  # cuDNN's, TransformerEngine
     "nemo": Software(attention="fastest", reduce="bfloat16"),
-    "maxtext": Software(attention="fastest"),
-    "torchtune": Software(checkpointing="full", reduce="bfloat16", chunks=8, stored="bfloat16"),
-    "fsdp_qlora": Software(compiled=False, everywhere=True, stored="bfloat16"),
-    "prime-rl": Software(everywhere=True, chunks=16),
+    "maxtext": Software(attention="fastest", scans=True),  # jax.lax.scan
+    "torchtune": Software(
+        checkpointing="full", reduce="bfloat16", logits="tokens", stored="bfloat16"
+    ),
+    "fsdp_qlora": Software(  # its defaults of March 2024, around transformers and peft
+        False, adapters=Adapters(64, "inputs", drops=True), logits="held", stored="bfloat16"
+    ),
+    "prime-rl": Software(adapters=Adapters(on="all"), logits="vocabulary"),
 }
 STAGES = ("packed", "compile", "chunked", "act ckpt", "fuse", "act offl", "8-bit", "lora")
 """Of a table in which each row adds one technique to those before."""
@@ -113,9 +130,8 @@ class Case:
     @property
     def variant(self) -> Variant:
         """What is trained, and how."""
-        soft = self.software
-        policy, chunks = soft.checkpointing, soft.chunks
-        return Variant(self.length, self.rank, soft.everywhere, policy, chunks)
+        adapters = replace(self.software.adapters, rank=self.rank)
+        return Variant(self.length, adapters, self.software.checkpointing, self.software.logits)
 
     @property
     def group(self) -> tuple[str, str]:
@@ -127,13 +143,21 @@ def read(path: Path) -> tuple[list[Case], dict[str, list[str]]]:
     """Return the cases of a file, and the numbers of its other rows by reason."""
     cases: list[Case] = []
     others: dict[str, list[str]] = {}
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        for number, cells in enumerate(csv.DictReader(file), start=1):
+            row = _stripped(cells)
+            row["row_id"] = row["row_id"] or f"row {number}"
             try:
                 cases.append(case(row))
             except (Inexpressible, ConfigError) as reason:
-                others.setdefault(str(reason), []).append(row.get("row_id", ""))
+                others.setdefault(str(reason), []).append(row["row_id"])
     return cases, others
+
+
+def _stripped(cells: Mapping[str, Any]) -> defaultdict[str, str]:
+    """The cells of a row; a column that a file lacks is an empty cell."""
+    texts = {name: value.strip() for name, value in cells.items() if isinstance(value, str)}
+    return defaultdict(str, texts)
 
 
 def case(row: Row) -> Case:
@@ -142,12 +166,12 @@ def case(row: Row) -> Case:
     Raises:
         Inexpressible, ConfigError: it is none.
     """
-    row = {name: (value or "").strip() for name, value in row.items() if name}
+    row = _stripped(row)
     _check(row)
     shape, strategy = _shape(row), row["strategy"].lower()
     ranks = int(_number(row, "n_gpus", "the number of accelerators is not stated"))
     length = int(_number(row, "seq_len", "the sequence length is not stated"))
-    micro_batch = int(_number(row, "micro_batch", "the micro-batch is not stated"))
+    micro_batch = int(_of_rows(row, ranks))
     micro_batches = _micro_batches(row, ranks, micro_batch)
     machine, software = _machine(row, ranks), _software(row)
     one = Case(
@@ -166,13 +190,14 @@ def case(row: Row) -> Case:
         wire="fp8" if "fp8 all-gather" in row["precision"] else "bf16",
         quantized="nf4" in row["precision"] or "qlora" in row["task"].lower(),
         software=software,
-        rank=_rank(row),
+        rank=_rank(row, software.adapters),
         tokens_per_second=_tokens_per_second(row, shape, length * micro_batch * micro_batches),
         memory=_memory(row),
         allocated="memory ACTIVE" in row["notes"] or row["framework"].startswith("torchtune"),
     )
     if one.tokens_per_second is None and one.memory is None:
         raise Inexpressible("neither throughput nor memory is stated")
+    machine.accelerator.peak(one.precision)
     _check_possible(one)
     return one
 
@@ -193,7 +218,7 @@ def _check(row: Row) -> None:
 
 
 def _shape(row: Row) -> Shape:
-    shape = shape_named(row["model"])
+    shape = shape_named(row["model"]) or _stated_shape(row)
     if shape is None:
         mixture = "moe" in row["model"].lower()
         raise Inexpressible("a mixture of experts" if mixture else "the model's shape is not known")
@@ -204,21 +229,42 @@ def _shape(row: Row) -> Shape:
     return shape
 
 
+def _stated_shape(row: Row) -> Shape | None:
+    """A gated decoder of the sizes that are stated; its feed-forward network has what is left."""
+    sizes = (_optional(row, name) for name in ("n_layers", "d_model", "n_heads", "params_b"))
+    layers, width, heads, billions = sizes
+    if not (layers and width and heads and billions) or "moe" in row["model"].lower():
+        return None
+    tables = 2 * VOCABULARY * width
+    hidden = ((billions * 1e9 - tables) / layers - 4 * width**2) / 3 / width
+    if hidden < width or width % heads:
+        return None
+    whole = (int(layers), int(width), int(heads), int(heads), round(hidden), VOCABULARY)
+    return Shape(*whole, int(width // heads))
+
+
 def _number(row: Row, name: str, reason: str) -> float:
-    try:
-        number = float(row[name])
-    except ValueError:
-        raise Inexpressible(reason) from None
-    if number < 1:
+    number = _optional(row, name)
+    if number is None or number < 1:
         raise Inexpressible(reason)
     return number
 
 
 def _optional(row: Row, name: str) -> float | None:
+    """A number above 0, such as ``8,192``."""
     try:
-        return float(row.get(name, ""))
+        number = float(row[name].replace(",", ""))
     except ValueError:
         return None
+    return number if 0 < number < float("inf") else None
+
+
+def _of_rows(row: Row, ranks: int) -> float:
+    """Rows of a micro-batch, as stated or from those of a step."""
+    rows, times = _optional(row, "global_batch_seqs"), _optional(row, "grad_accum")
+    if not row["micro_batch"] and rows and times:
+        return max(1, rows / ranks / times)
+    return _number(row, "micro_batch", "the micro-batch is not stated")
 
 
 def _micro_batches(row: Row, ranks: int, micro_batch: int) -> int:
@@ -229,7 +275,7 @@ def _micro_batches(row: Row, ranks: int, micro_batch: int) -> int:
 
 
 def _machine(row: Row, ranks: int) -> Machine:
-    name = _accelerator(re.sub(r"^\d+x", "", row["gpu"]))
+    name = _accelerator(row)
     text, between, inside = row["interconnect"], None, None
     rate = re.search(r"(?:(\d+) ?x ?)?([\d.]+) ?(G|T)b(?:ps|/s)", text)
     if rate is not None and "per GPU" not in text:
@@ -243,21 +289,28 @@ def _machine(row: Row, ranks: int) -> Machine:
     return machine if machine.per_host <= ranks else known().machine(name, ranks, inside, between)
 
 
-def _accelerator(name: str) -> str:
-    """A name that is known, if need be without the memory that it ends with."""
+def _accelerator(row: Row) -> str:
+    """A name that is known, if need be without its vendor's, its form and its memory."""
+    name = re.sub(r"^\d+ ?x ?", "", row["gpu"])
     if not name:
         raise Inexpressible("the accelerator is not stated")
-    try:
-        return known().accelerator(name).name
-    except ConfigError:
-        return known().accelerator(re.sub(r"-\d+GB.*$", "", name)).name
+    plain = re.sub(rf"\b({VENDORS})\b", " ", name, flags=re.IGNORECASE)
+    stated = re.search(r"(\d+) ?Gi?B", name)
+    memory = stated[1] if stated else f"{_optional(row, 'gpu_mem_gb') or 0:.0f}"
+    bare = re.split(r"[-_ ]\d+ ?Gi?B|[-_ ](?:SXM|OAM|PCIe|HBM|HGX|NVL\d)", plain.strip())[0]
+    for spelled in (f"{bare} {memory}GB", name, plain, bare):
+        with suppress(ConfigError):
+            return known().accelerator(spelled).name
+    return known().accelerator(name).name
 
 
 def _software(row: Row) -> Software:
     framework, told = row["framework"].lower(), row["strategy"].lower()
     usual = next((s for name, s in SOFTWARE.items() if framework.startswith(name)), Software())
     notes, attention = row["notes"].lower(), usual.attention
-    chunked = "sft" not in row["task"]  # prime-rl's, beside its own for reinforcement
+    logits = usual.logits
+    if framework.startswith("prime-rl") and "sft" in row["task"]:
+        logits = "held"  # beside its own for reinforcement
     if "flash_attention_3" in notes or row["compile"] == "XLA":
         attention = "fastest"
     compiled = usual.compiled if not row["compile"] else row["compile"] != "no"
@@ -268,8 +321,10 @@ def _software(row: Row) -> Software:
     if "cumulative" in told:
         stage = next((n for n, name in enumerate(STAGES) if name in told), 0)
         compiled, checkpointing = stage >= 1, "full" if stage >= 3 else "none"
-        chunked = stage >= 2
-    if framework.startswith("prime-rl") and _rank(row):
+        logits = "tokens" if stage >= 2 else "whole"
+    if compiled and framework.startswith("torchtitan") and _year(row) >= 2025:
+        logits = "fused"  # the loss is compiled too
+    if framework.startswith("prime-rl") and _rank(row, usual.adapters):
         compiled = False  # each adapter's check of its input waits for the device
     alone = row["n_gpus"] == "1" and row["precision"] == "bf16"  # all of it has to fit
     return Software(
@@ -277,11 +332,12 @@ def _software(row: Row) -> Software:
         attention,
         checkpointing,
         reduce,
-        usual.everywhere,
-        chunks=usual.chunks if chunked else 1,
+        usual.adapters,
+        logits,
         stored="bfloat16" if alone else usual.stored,
         offloads="offload" in policy or stage >= STAGES.index("act offl"),
         optimizer="adamw_8bit" if stage >= STAGES.index("8-bit") else "adamw",
+        scans=usual.scans,
     )
 
 
@@ -326,11 +382,17 @@ def _precision(text: str) -> Literal["bf16", "fp8", "fp4"]:
     return "fp8" if "fp8" in text or "float8" in text else "bf16"
 
 
-def _rank(row: Row) -> int:
+def _rank(row: Row, usual: Adapters) -> int:
     if "lora" not in row["task"].lower() and "LoRA on" not in row["strategy"]:
         return 0
     stated = re.search(r"r(?:ank)?=?(\d+)", row["task"])
-    return int(stated[1]) if stated else 8
+    return int(stated[1]) if stated else usual.rank
+
+
+def _year(row: Row) -> int:
+    """Of a document whose name has its month; 0 for others."""
+    stated = re.search(r"_(20\d\d)(?:0\d|1[0-2])_", row["source"])
+    return int(stated[1]) if stated else 0
 
 
 def _tokens_per_second(row: Row, shape: Shape, tokens: int) -> float | None:
@@ -342,7 +404,7 @@ def _tokens_per_second(row: Row, shape: Shape, tokens: int) -> float | None:
         return tokens / seconds
     if stated or not rate:
         return stated
-    attended = 12 * shape.layers * shape.heads * shape.head_size * float(row["seq_len"])
+    attended = 12 * shape.layers * shape.heads * shape.head_size * _number(row, "seq_len", "")
     return rate * 1e12 / (6 * shape.parameters + attended)
 
 
@@ -358,10 +420,16 @@ def _source(text: str) -> str:
 
 
 def _check_possible(one: Case) -> None:
-    """Some rows need more FLOP/s than the accelerator has, so they are from another one."""
+    """Some rows need more than the accelerator has, so something is not as they say."""
+    accelerator, adapted = one.machine.accelerator, one.rank > 0
+    itemsize = 2 if one.software.stored == "bfloat16" else 4
+    moments = 2 if one.software.optimizer == "adamw_8bit" else 2 * itemsize
+    state = one.shape.parameters / one.shards * (itemsize + moments)
+    if not adapted and state > accelerator.memory:
+        raise Inexpressible("parameters and the optimizer's state alone do not fit")
     if one.tokens_per_second is None:
         return
-    passes = 2 + (not one.rank) + 0.7 * (one.software.checkpointing == "full")
+    passes = 2 + (not adapted) + 0.7 * (one.software.checkpointing == "full")
     needed = 2 * passes * one.shape.layers * one.shape.block_parameters * one.tokens_per_second
-    if needed > 0.85 * one.machine.accelerator.peak(one.precision):
+    if needed > 0.85 * accelerator.peak(one.precision):
         raise Inexpressible("it would need more than 85 % of the accelerator's peak")

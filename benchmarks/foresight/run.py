@@ -31,6 +31,9 @@ SOURCES = (Column("source"), Column("accelerator"), Column("rows"), Column("bias
            Column("MAPE %", ".1f"))  # fmt: skip
 HARD = (Column("row"), Column("what"), Column("measured", ",.0f"), Column("forecast", ",.0f"),
         Column("off %", "+.0f"))  # fmt: skip
+PEAKS = (Column("row"), Column("what"), Column("GiB", ".1f"), Column("forecast", ".1f"),
+         Column("off %", "+.0f"))  # fmt: skip
+GIB = 2**30
 NOTES = """
 class       seen: judged by a fit on other rows, some of the same source. unseen: by a fit without
             the row's source; documents of one folder are one source. calibrated: the same, where
@@ -61,11 +64,12 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     log("fits without each source")
     judgement = judge(plans, fit)
     log("memory")
-    memory = memory_errors(cases)
+    memory = memory_errors(cases, others)
     tables = (
         _classes(judgement),
         _by_source(plans, judgement),
         _hardest(plans, judgement),
+        _worst_peaks(memory),
         _others(others),
     )
     lines = (*NOTES, "", *_constants(fit), "", *summary(judgement, [*map(abs, memory.values())]))
@@ -139,6 +143,17 @@ def _hardest(plans: Sequence[Plan], judgement: Judgement) -> Table:
     hardest = sorted(plans, key=lambda plan: -abs(errors[plan.case.number]))[:WORST]
     cells = tuple((p.case.number, p.case.title, *_off(p, errors)) for p in hardest)
     return Table("the worst rows, by a fit without their source", HARD, cells)
+
+
+def _worst_peaks(errors: Mapping[Case, float]) -> Table:
+    worst = sorted(errors, key=lambda case: -abs(errors[case]))[:WORST]
+    cells = tuple((c.number, c.title, *_peaks(c, errors[c])) for c in worst)
+    return Table("the worst peaks of memory", PEAKS, cells)
+
+
+def _peaks(case: Case, error: float) -> tuple[float, float, float]:
+    published = (case.memory or 0) / GIB
+    return published, published * (1 + error), 100 * error
 
 
 def _off(plan: Plan, errors: Mapping[str, float]) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from benchmarks.foresight.plans import plan_of, work_of
 from benchmarks.foresight.rows import PUBLISHED, Case, Inexpressible, case, read
 from benchmarks.foresight.run import summary
 from shardwise.config.precision import Precision
+from shardwise.errors import ConfigError
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.units.units import choose_units
@@ -50,11 +52,52 @@ def test_a_row_is_read_as_it_says_and_as_its_software_does(
 
 
 @pytest.mark.parametrize(
+    ("gpu", "memory", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "", "H100 SXM"),
+        ("8xH100-SXM5-80GB", "80", "H100 SXM"),
+        ("A100-PCIe-40GB", "", "A100 40GB"),
+        ("A100", "40", "A100 40GB"),
+        ("A100", "", "A100 80GB"),
+        ("AMD Instinct MI300X OAM", "192", "MI300X"),
+        ("Intel Data Center GPU Max 1550", "", "Max 1550"),
+        ("GB200 NVL72", "", "GB200"),
+        ("Gaudi2", "", "Gaudi 2"),
+    ],
+)
+def test_an_accelerator_is_known_by_many_spellings(
+    rows: dict[str, dict[str, str]], gpu: str, memory: str, name: str
+) -> None:
+    row = rows["217"] | {"gpu": gpu, "gpu_mem_gb": memory, "tok_s_gpu": "9", "model": "tinyllama"}
+    assert case(row | {"params_b": ""}).machine.accelerator.name == name
+
+
+def test_cells_and_columns_may_be_missing_or_odd(rows: dict[str, dict[str, str]]) -> None:
+    for column in rows["217"]:
+        for value in ("", "n/a", "-1", "nan", "inf", "8,192"):
+            with suppress(Inexpressible, ConfigError):
+                case(rows["217"] | {column: value})
+        with suppress(Inexpressible, ConfigError):
+            case({name: cell for name, cell in rows["217"].items() if name != column})
+
+
+def test_a_model_without_a_name_is_one_of_its_sizes(rows: dict[str, dict[str, str]]) -> None:
+    sizes = {"params_b": "6.74", "n_layers": "32", "d_model": "4096", "n_heads": "32"}
+    shape = case(rows["217"] | sizes | {"model": "Nobody-7B"}).shape
+    assert shape.parameters == pytest.approx(6.74e9, rel=1e-3)
+    assert shape.hidden == pytest.approx(11008, rel=0.01)
+
+
+def test_rows_of_a_micro_batch_follow_from_those_of_a_step(rows: dict[str, dict[str, str]]) -> None:
+    stated = {"micro_batch": "", "global_batch_seqs": "64", "grad_accum": "2"}
+    assert case(rows["217"] | stated).micro_batch == 4
+
+
+@pytest.mark.parametrize(
     ("column", "value", "reason"),
     [
         ("tp", "8", "tensor, pipeline"),
         ("seq_len", "", "sequence length"),
-        ("model", "Nobody-9B", "shape is not known"),
         ("model", "Qwen3-30B-A3B (MoE)", "a mixture"),
         ("params_b", "70", "another number of parameters"),
         ("strategy", "3D/4D (not stated)", "layout"),
@@ -94,6 +137,35 @@ def test_what_is_recomputed_is_not_kept(small: Case, policy: Checkpointing) -> N
     assert work_of(saving).saved < work_of(plain).saved
     assert peak_of(saving) <= peak_of(plain)
     assert few(SMALL, 2).layers == 2
+
+
+def test_a_row_whose_state_cannot_fit_is_another_run(rows: dict[str, dict[str, str]]) -> None:
+    with pytest.raises(Inexpressible, match="do not fit"):
+        case(rows["561"])  # 8 B on 24 GB
+
+
+def test_compiled_blocks_keep_what_products_need_and_no_more(small: Case) -> None:
+    software = replace(small.software, checkpointing="none", compiled=False)
+    eager, compiled = (
+        replace(small, software=replace(software, compiled=c)) for c in (False, True)
+    )
+    of = SMALL
+    kept = 4 * of.width + of.heads * of.head_size * 4 + 3 * of.hidden  # inputs of products
+    span = work_of(compiled, compiled=True).forward[2]
+    tokens = small.micro_batch * small.length
+    assert span.grown == pytest.approx(2 * kept * tokens, rel=0.05)
+    assert peak_of(compiled) < peak_of(eager)
+
+
+def test_logits_that_a_loop_holds_are_alive_until_the_step_ends(small: Case) -> None:
+    peaks = {}
+    wide = replace(small, shape=replace(SMALL, vocabulary=16384))
+    for kind in ("held", "whole", "fused", "tokens", "vocabulary"):
+        peaks[kind] = peak_of(replace(wide, software=replace(small.software, logits=kind)))
+    logits = 4 * 16384 * small.micro_batch * small.length  # float32
+    assert peaks["held"] - peaks["whole"] == pytest.approx(1.1 * logits, rel=0.3)
+    assert peaks["vocabulary"] < peaks["whole"]
+    assert peaks["tokens"] < peaks["fused"] < peaks["whole"]
 
 
 def test_more_micro_batches_take_longer_and_more_tokens(small: Case) -> None:
