@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -31,6 +32,7 @@ def calibrate(comm: Comm, name: str) -> str:
     """A file like ``machines.toml`` with one accelerator, ``name``, and its link. A collective."""
     device, floats = comm.device, torch.float32
     kernel = _kernel_seconds(device)
+    held = _held() if device.type == "cpu" else 0  # before large tensors come
     rate, small = _product_rate(device, floats, kernel)
     narrow, _ = _product_rate(device, torch.bfloat16, kernel)
     latency, bandwidth = _link(comm)
@@ -54,7 +56,7 @@ def calibrate(comm: Comm, name: str) -> str:
         "per_host": comm.size,
         "device": device.type,
         "source": "measured here",
-    } | ({"reserved": 0, "host_memory": 0.0} if waits else {})
+    } | ({"reserved": held, "host_memory": 0.0} if waits else {})
     links = {"bandwidth": bandwidth, "latency": latency, "source": "measured here"}
     return f"{_table('accelerators', name, entry)}\n{_table('links', link, links)}"
 
@@ -154,3 +156,13 @@ def _memory(comm: Comm) -> float:
     if comm.device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / comm.size
     return float(torch.accelerator.get_memory_info(comm.device)[1])
+
+
+def _held() -> int:
+    """Bytes of this process without a model: the interpreter, torch, its libraries, the group.
+
+    Its proportional set size: of pages that the ranks share, such as libraries, a part.
+    """
+    file = Path("/proc/self/smaps_rollup")  # Linux
+    lines = file.read_text("ascii").splitlines() if file.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
