@@ -46,7 +46,7 @@ def test_an_unknown_name_is_one_sentence_with_the_nearest() -> None:
 
 def test_forecasts_have_errors_by_what_is_known() -> None:
     errors = known().errors
-    assert {*errors} == {"seen", "calibrated", "unseen", "memory"}
+    assert {*errors} == {"seen", "calibrated", "unseen", "memory", "process"}
     assert all(0 < error.middle < error.most < 1 for error in errors.values())
 
 

@@ -129,7 +129,8 @@ class _Search:
     def __init__(self, question: Question) -> None:
         self.question = question
         errors = known().errors  # nothing was measured on this machine, as on a source left out
-        self.errors = Errors(errors["memory"].middle, errors["unseen"].middle)
+        kind = "process" if question.machine.accelerator.waits else "memory"
+        self.errors = Errors(errors[kind].middle, errors["unseen"].middle)
         self.reserved = question.machine.accelerator.reserved
         self.capacity = question.machine.accelerator.memory
         params = list(question.model.parameters())

@@ -136,7 +136,7 @@ class Table:
     Attributes:
         errors: by what is known: ``"seen"``: published results of the same source;
             ``"calibrated"``: one measurement on the same machine; ``"unseen"``: neither.
-            ``"memory"``: of peaks.
+            ``"memory"``: of peaks; ``"process"``: of those of a process on CPU.
     """
 
     accelerators: Mapping[str, Accelerator]

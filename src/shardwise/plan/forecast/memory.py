@@ -6,9 +6,8 @@ and takes between two cues follows from the work that was observed.
     span 0 │ gather a │ enter a │ span 1 │ exit a │ free a │ …     engine's bytes change at events,
                                                                    activations within spans
 
-All bytes are those of tensors. A process on CPU holds more, libraries and what its allocator keeps
-between blocks: 140 to 200 MiB a rank of a 34 M decoder whatever the strategy, and 550 MiB of a
-model of 400 M whose buckets are larger (the runs in ``benchmarks/results/memory*.json``).
+All bytes are those of tensors. A process on CPU holds more: libraries, which a calibration
+measures, and what glibc keeps of freed blocks, which is not forecast (``docs/planning.md``).
 """
 
 from __future__ import annotations
