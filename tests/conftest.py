@@ -117,6 +117,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--prove", action="store_true", help="every combination of parameters, not two of each axis"
     )
+    parser.addoption(
+        "--cluster", action="store_true", help="real clusters of SLURM, MPI, Ray and namespaces"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -141,6 +144,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose which combinations run, and begin with the files that take longest."""
+    if not config.getoption("cluster"):
+        skip = pytest.mark.skip(reason="a real cluster needs root and its programs: --cluster")
+        for item in items:
+            if item.get_closest_marker("cluster"):
+                item.add_marker(skip)
     _choose(config, items)
     tests = Counter(item.path for item in items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}

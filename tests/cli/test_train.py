@@ -193,6 +193,16 @@ def test_what_the_system_refuses_is_one_sentence(
     assert line.startswith(f"error: {tmp_path}/run/metrics.jsonl cannot be used: Is a directory;")
 
 
+def test_a_recipe_of_several_machines_is_not_trained_by_one_that_nobody_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.yaml").write_text("launch: {nodes: 2, nproc: 8}\n", "utf-8")
+    assert failed(str(tmp_path / "my.yaml")) == 1
+    said = capsys.readouterr().err
+    assert "launch.nodes is 2 in this recipe, and no launcher has started this process" in said
+    assert f"Start with: shardwise launch {tmp_path}/my.yaml; or say" in said
+
+
 def test_asking_for_processes_inside_a_launcher_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

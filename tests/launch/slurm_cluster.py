@@ -45,11 +45,12 @@ IN_NAMESPACE = 'mount --bind "$0" /etc/hosts && exec "$@"'
 
 
 def problem() -> str:
-    """Why there can be none here; ``""`` if there can."""
-    if os.geteuid() != 0:
-        return "a cluster of SLURM is started by root"
+    """Say why there can be none here; ``""`` if there can."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"not installed: {', '.join(missing)} (slurm-wlm, munge)" if missing else ""
+    if missing:
+        return f"not installed: {', '.join(missing)} (slurm-wlm, munge)"
+    made = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
+    return f"no mount namespace can be made here: {made.stderr.decode()}" * (made.returncode != 0)
 
 
 @contextmanager
@@ -81,7 +82,13 @@ def slurm_cluster(folder: Path, ports: list[int]) -> Iterator[dict[str, str]]:
     try:
         for command in commands:
             processes.append(
-                subprocess.Popen(command, env=environment, stdout=-3, stderr=-3, process_group=0)
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,
+                )
             )
             time.sleep(0.5 if command is commands[0] else 0)
         wait_for_nodes(environment)

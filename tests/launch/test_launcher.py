@@ -263,6 +263,17 @@ def test_a_launcher_that_is_killed_leaves_no_rank_though_suspended_and_no_file(
     assert list(temporary.iterdir()) == []
 
 
+def test_ranks_of_a_torchrun_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    environ = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    torchrun = subprocess.Popen(python(code, *python(NOTED, str(tmp_path))), env=environ)
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 1)
+    [rank] = [int(path.name) for path in tmp_path.iterdir()]
+    torchrun.kill()
+    torchrun.wait()
+    wait_for(lambda: not is_alive(rank))
+
+
 @forked
 def test_suspended_and_continued_the_ranks_are_so_too(tmp_path: Path) -> None:
     """Ctrl-Z reaches the launcher alone: each rank has a session of its own."""

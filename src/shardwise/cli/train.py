@@ -31,8 +31,8 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         options: of the launch.
     """
     launch = read_launch(os.environ)
-    if launch is None and options.nproc is None and recipe.launch.nodes == 1:
-        options = replace(options, nproc=recipe.launch.nproc)
+    if launch is None and options.nproc is None:
+        options = replace(options, nproc=_ranks_of(recipe, arguments[0]))
     _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe)
     try:
         if launch is None and (options.nproc not in (None, 1) or options.restarts):
@@ -46,6 +46,17 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
             train_rank.run_rank(recipe, launch, options)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _ranks_of(recipe: Recipe, path: str) -> int | None:
+    """The ranks that the recipe says this machine has."""
+    if recipe.launch.nodes > 1:
+        raise ConfigError(
+            f"launch.nodes is {recipe.launch.nodes} in this recipe, and no launcher has started "
+            f"this process, so it would train alone. Start with: shardwise launch {path}; or say "
+            "how many ranks of this machine alone train: --nproc 1"
+        )
+    return recipe.launch.nproc
 
 
 def _check_kill_rank(options: LaunchOptions, ranks: int, recipe: Recipe) -> None:

@@ -135,10 +135,11 @@ def exit_with_launcher(environ: Mapping[str, str]) -> None:
     """Called in a rank: kill this process when the launcher dies, for whatever reason.
 
     Otherwise an orphaned rank would go on writing to the folder of the run that is started next.
+    torchrun leaves its ranks behind when it is killed; mpirun and srun do not.
     """
+    if platform.system() == "Linux" and RUN_ID in environ:  # this kills a suspended rank, too
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if LIFELINE in environ:
-        if platform.system() == "Linux":  # this kills a suspended rank, too
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         lifeline = int(environ[LIFELINE])
 
         def wait() -> None:

@@ -15,15 +15,19 @@ On a cluster: ray job submit --working-dir . -- python {name}.ray.py
 import os
 import secrets
 
+import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchTrainer, get_device
 
 ARGUMENTS = {arguments}
 
 
-def rank(variables: dict[str, str]) -> None:
+def rank(config: dict[str, str]) -> None:
     """One worker: Ray has set its rank, and made the process group."""
-    os.environ.update(variables)
+    os.chdir(config.pop("folder"))
+    os.environ.update(config)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(get_device())
     from shardwise.cli import main
 
     try:
@@ -36,13 +40,9 @@ def rank(variables: dict[str, str]) -> None:
 if __name__ == "__main__":
     TorchTrainer(
         rank,
-        train_loop_config={{{token}: secrets.token_hex(16), **{variables}}},
-        scaling_config=ScalingConfig(
-            num_workers={ranks}, use_gpu={use_gpu}, placement_strategy="PACK"
-        ),
-        run_config=RunConfig(
-            name={title}, failure_config=FailureConfig(max_failures={restarts})
-        ),
+        train_loop_config={config} | {{{token}: secrets.token_hex(16), "folder": os.getcwd()}},
+        scaling_config=ScalingConfig(num_workers={ranks}, use_gpu={use_gpu}),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures={restarts})),
     ).fit()
 '''
 
@@ -55,9 +55,8 @@ def program(plan: LaunchPlan) -> str:
         name=plan.name,
         arguments=json.dumps(plan.arguments),
         token=json.dumps(RUN_TOKEN),
-        variables=json.dumps(dict(plan.variables)),
+        config=json.dumps(plan.variables),
         ranks=plan.ranks,
         use_gpu=plan.device == "cuda",
-        title=json.dumps(plan.name),
         restarts=plan.restarts,
     )

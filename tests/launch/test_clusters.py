@@ -1,0 +1,206 @@
+"""Real launchers: each starts the same run, which has the losses of one machine's two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import namespaces, slurm_cluster
+from tests.launch.slurm_cluster import asked
+from tests.ranks import free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.spawn, pytest.mark.slow]
+
+RECIPE = """\
+model: {width: 32, layers: 1, heads: 2, kv_heads: 2, hidden: 64, tied: true}
+tokenizer: {vocabulary: 300}
+data: {source: stdlib, max_bytes: 100_000, context: 32, validation: 0.1}
+batch: {rows: 8, micro: 4}
+checkpoint: {save_every: 50}
+sample: {tokens: 0}
+run: {folder: run, device: cpu, steps: 300, eval_rows: 8}
+launch: {nodes: 2, nproc: 1, restarts: 1}
+"""
+ENVIRON = {
+    **{name: value for name, value in os.environ.items() if name != "SHARDWISE_RUN_TOKEN"},
+    "PATH": f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def needs(problem: str) -> pytest.MarkDecorator:
+    """CI installs what is needed, and is not to pass without it; what it may not do is skipped."""
+    is_left = "CI" in os.environ and problem.startswith("not installed")
+    return pytest.mark.skipif(bool(problem) and not is_left, reason=problem)
+
+
+def shardwise(*words: str, folder: Path, on: list[str] | None = None) -> str:
+    command = [*(on or []), sys.executable, "-m", "shardwise.cli", *words]
+    done = subprocess.run(
+        command, cwd=folder, env=ENVIRON, capture_output=True, text=True, check=False, timeout=250
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.yaml").write_text(RECIPE, "utf-8")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Those of two ranks that our own launcher has started, without an interruption."""
+    folder = tmp_path_factory.mktemp("golden")
+    (folder / "tiny.yaml").write_text(RECIPE, "utf-8")
+    shardwise("train", "tiny.yaml", "--nproc", "2", folder=folder)
+    return losses_in(folder)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses_in(folder: Path) -> dict[int, float]:
+    found = {int(r["step"]): r["loss"] for r in records(folder) if r["record"] == "stepped"}
+    assert sorted(found) == [*range(1, 301)]
+    return found
+
+
+def wait_for(there: Callable[[], object], seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def has_come_to(step: int, output: Path) -> bool:
+    return output.exists() and bool(re.search(rf"step +{step}/", output.read_text()))
+
+
+@needs("" if shutil.which("mpirun") else "not installed: mpirun (openmpi-bin)")
+def test_mpirun_binds_two_ranks_and_its_status_is_ours(
+    folder: Path, losses: dict[int, float]
+) -> None:
+    said = shardwise("launch", "tiny.yaml", "--mpi", "--nodes", "1", "--nproc", "2", folder=folder)
+    assert said.startswith("mpirun -n 2 --bind-to ")
+    assert "done      saved in run" in said
+    assert losses_in(folder) == losses
+    wrong = [sys.executable, "-m", "shardwise.cli", "launch", "tiny.yaml", "--mpi", "--nodes", "1"]
+    done = subprocess.run(
+        [*wrong, "--nproc", "2", "--batch.rows", "7"],
+        cwd=folder,
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "error: " in done.stderr
+
+
+@needs(slurm_cluster.problem())
+def test_a_job_of_slurm_saves_before_its_time_is_up_and_resumes_to_the_same_loss(
+    folder: Path, losses: dict[int, float], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    said = shardwise("launch", "tiny.yaml", "--slurm", folder=folder)
+    assert "tiny.sbatch: sbatch tiny.sbatch" in said
+    output = folder / "tiny-1.out"
+    ports = [free_port() for _ in range(3)]
+    with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm"), ports) as environ:
+        # What a shell has set reaches every process of the job.
+        environ |= {"RANK": "3", "WORLD_SIZE": "9", "PATH": ENVIRON["PATH"]}
+        assert "job 1" in asked("sbatch", "tiny.sbatch", environment=environ, folder=folder)
+        wait_for(lambda: has_come_to(10, output))
+        # The signal that SLURM sends 120 s before the job's time is up.
+        asked("scancel", "--batch", "--signal=USR1", "1", environment=environ)
+        wait_for(lambda: not asked("squeue", "--noheader", environment=environ).strip())
+    text = output.read_text()
+    assert re.search(r"stopped at step \d+/300, checkpoint saved", text), text
+    assert "nodes     n1 n2, start 1" in text
+    assert "resumed at step" in text
+    assert losses_in(folder) == losses
+
+
+@needs(namespaces.problem())
+def test_the_printed_lines_join_two_hosts_and_a_killed_rank_starts_again(
+    folder: Path, losses: dict[int, float]
+) -> None:
+    with namespaces.two_hosts() as hosts:
+        said = shardwise("launch", "tiny.yaml", folder=folder, on=hosts[0])
+        lines = [line.strip() for line in said.splitlines() if " torchrun " in line]
+        outputs = [folder / "first", folder / "second"]
+        agents = [
+            subprocess.Popen(
+                [*on, "bash", "-c", f"exec env {line}"],
+                cwd=folder,
+                env=ENVIRON,
+                stdout=output.open("wb"),
+                stderr=subprocess.STDOUT,
+            )
+            for on, line, output in zip(hosts, lines, outputs, strict=True)
+        ]
+        try:
+            wait_for(lambda: has_come_to(60, outputs[0]))
+            [rank] = (
+                Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
+            )
+            os.kill(int(rank), signal.SIGKILL)
+            statuses = [agent.wait(120) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    assert statuses == [0, 0], outputs[0].read_text() + outputs[1].read_text()
+    assert any(record["record"] == "resumed" for record in records(folder))
+    assert losses_in(folder) == losses
+
+
+@needs(namespaces.problem())
+def test_one_line_is_for_both_hosts(folder: Path, losses: dict[int, float]) -> None:
+    with namespaces.two_hosts() as hosts:
+        said = shardwise("launch", "tiny.yaml", folder=folder, on=hosts[0])
+        [line] = [line.strip() for line in said.splitlines() if line.endswith("--start")]
+        commands = [[*on, "bash", "-c", f"exec env {line}"] for on in hosts]
+        nodes = [
+            subprocess.Popen(each, cwd=folder, env=ENVIRON, stdout=subprocess.DEVNULL)
+            for each in commands
+        ]
+        try:
+            assert [node.wait(200) for node in nodes] == [0, 0]
+        finally:
+            for node in nodes:
+                node.kill()
+                node.wait()
+    assert losses_in(folder) == losses
+
+
+@needs("" if shutil.which("ray") else "not installed: ray (pip install 'ray[train]')")
+def test_ray_train_runs_two_workers(folder: Path, losses: dict[int, float]) -> None:
+    shardwise("launch", "tiny.yaml", "--ray", folder=folder)
+    environ = {**ENVIRON, "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, "tiny.ray.py"],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses_in(folder) == losses
