@@ -146,11 +146,7 @@ def test_the_printed_lines_join_two_hosts_and_a_killed_rank_starts_again(
         outputs = [folder / "first", folder / "second"]
         agents = [
             subprocess.Popen(
-                [*on, "bash", "-c", f"exec env {line}"],
-                cwd=folder,
-                env=ENVIRON,
-                stdout=output.open("wb"),
-                stderr=subprocess.STDOUT,
+                [*on, "bash", "-c", f"exec env {line} >{output} 2>&1"], cwd=folder, env=ENVIRON
             )
             for on, line, output in zip(hosts, lines, outputs, strict=True)
         ]
