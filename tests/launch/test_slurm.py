@@ -80,3 +80,5 @@ def test_before_the_time_is_up_ranks_save_and_the_job_is_queued_again(tmp_path: 
 
     assert run(75) == (["nodes     n1 n2, start 0", "n1 32 False", "requeue 7"], 0)
     assert run(0) == (["nodes     n1 n2, start 0", "n1 32 False"], 0)  # it had just finished
+    # A job that could not save would start again for ever.
+    assert run(143) == (["nodes     n1 n2, start 0", "n1 32 False"], 143)

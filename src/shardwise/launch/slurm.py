@@ -1,13 +1,14 @@
 """SLURM: a batch script whose one ``srun`` starts every rank, and which goes on after its time.
 
-Before the time limit SLURM signals the script, which asks the ranks to save and stop. Then it puts
-the job into the queue again, where the run resumes; a run that had finished by then is left.
+Before the time limit SLURM signals the script, which asks the ranks to save and stop. They end with
+status 75, and the script puts the job into the queue again, where the run resumes.
 """
 
 from __future__ import annotations
 
 import shlex
 
+from shardwise.launch.launcher import EXIT_STOPPED
 from shardwise.launch.plan import OF_A_RANK, RUN_TOKEN, LaunchPlan
 
 GRACE = 120  # seconds before the time limit at which the ranks are asked to save
@@ -61,7 +62,8 @@ def _step(plan: LaunchPlan, python: str) -> list[str]:
         "trap 'again=yes; scancel --signal=TERM $SLURM_JOB_ID' USR1  # the ranks save and end",
         "trap : TERM  # of scancel and preemption: the ranks get it, too",
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done',
-        'if [ "$again" = yes ] && [ "$status" != 0 ]; then',
+        # Ranks that could not save end with another status: the job would start for ever.
+        f'if [ "$again" = yes ] && [ "$status" = {EXIT_STOPPED} ]; then',
         '  scontrol requeue "$SLURM_JOB_ID" && exit',
         "fi",
         'exit "$status"',
