@@ -145,12 +145,13 @@ _ENGINE = {
     *("comm", "optim"),
 }
 # They lie beside the engine's files and are not of it: drawings, what a step will cost, guards
-# against other engines, a loss function that only asks the engine to gather a head, and a look at
-# the host's networks.
+# against other engines, a loss function that only asks the engine to gather a head, a look at the
+# host's networks, and connections and secrets of processes beside the collectives.
 _BESIDE = {
     "api/nn",
     *("plan/draw", "plan/bytes", "plan/forecast", "runtime/other_engines", "errors/projections"),
     *("memory/shard_tensor/adapter_order", "comm/machine/interfaces"),
+    *("comm/machine/endpoint", "comm/machine/run_token", "comm/machine/peer_connection"),
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.diagnostic_commands import COMMANDS, CONTEXT_SETTINGS
+from shardwise.cli.doctor_command import doctor
 from shardwise.cli.launch_commands import init, launch
 from shardwise.cli.run_commands import report, watch
 from shardwise.config.version import __version__
@@ -32,7 +33,7 @@ def commands() -> None:
     """Fully sharded data-parallel training that can be planned, read and trusted."""
 
 
-for _command in (*COMMANDS, launch, init, report, watch):
+for _command in (*COMMANDS, doctor, launch, init, report, watch):
     commands.add_command(_command)
 
 

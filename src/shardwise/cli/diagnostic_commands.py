@@ -45,52 +45,6 @@ def convert_config(words: tuple[str, ...], **options: Any) -> None:
     run_convert_config(words, **options)
 
 
-# --- doctor ----------------------------------------------------------------------------------
-
-DOCTOR = """\
-Show what this machine has: versions, devices, backends, environment.
-
-With --conformance: run the engine on its devices. One line for each check, with what is expected
-and what was found: collectives, sums, dtypes, training under every strategy beside one process, DDP
-and FSDP2, saving and loading; then the time and the memory of a step. The lines are written as a
-page of text beside the JSON: both can be sent to the authors.
-
-\b
-Examples:
-  shardwise doctor
-  shardwise doctor --conformance --output result.json
-  torchrun --nnodes 2 … -m shardwise.cli doctor --conformance
-
-\b
-Exit status: 0 if all is well; 1 if something is missing, or a check did not pass.
-"""
-
-
-@click.command(
-    "doctor",
-    help=DOCTOR,
-    short_help="Show what this machine has, and check the engine on it.",
-    context_settings=CONTEXT_SETTINGS,
-)
-@click.option("--conformance", is_flag=True, help="Check the engine on the devices that are here.")
-@click.option("--device", help="Such as cpu.  [default: what torch sees]")
-@click.option(
-    "--nproc",
-    type=click.IntRange(min=1),
-    help="Ranks of --conformance.  [default: one for each device, two on a CPU]",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the result as JSON.  [default: shardwise-conformance.json with --conformance]",
-)
-def doctor(**options: Any) -> None:
-    """The command; ``DOCTOR`` is what people read."""
-    from shardwise.cli.doctor import run_doctor
-
-    run_doctor(**options)
-
-
 # --- trace -----------------------------------------------------------------------------------
 
 MESH = click.option("--mesh", nargs=2, type=int, metavar="COPIES RANKS", help="Of a hybrid.")
@@ -313,7 +267,7 @@ Exit status: 0 it fits, 2 it does not, 3 the error decides; 1 if the question ca
 @click.option(
     "--machines",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Further machines, such as --calibrate writes.",
+    help="Further machines and links, such as --calibrate or `doctor --nodes` writes.",
 )
 @click.option(
     "--calibrate",
@@ -396,4 +350,4 @@ def bench(
         plot_engines(bars, options["model"], plot)
 
 
-COMMANDS = (convert_config, doctor, trace, explain, lint, data, plan, bench)
+COMMANDS = (convert_config, trace, explain, lint, data, plan, bench)

@@ -20,8 +20,8 @@ from shardwise.cli.tables import table
 from shardwise.comm.machine.accelerators import ROWS, Accelerator, peak, row
 from shardwise.comm.machine.connect import connect, load_backend
 from shardwise.comm.machine.devices import detect, device_module
+from shardwise.comm.machine.endpoint import probe
 from shardwise.comm.machine.environment import read_launch
-from shardwise.comm.machine.meeting import probe
 from shardwise.comm.protocol import Comm
 from shardwise.config.precision import dtype_name
 from shardwise.config.version import __version__

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.machine.peer_connection import Message
 from shardwise.comm.protocol import Comm, Label
 from shardwise.memory.parameters import Bucket
-from shardwise.outer.peer import Message
 from shardwise.torch_internals import disable_torch_function
 
 START, MOMENTUM = "outer_start", "outer_momentum"  # in the optimizer's state of a parameter

@@ -18,7 +18,6 @@ Sources: DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), OpenDiLo
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,18 +27,17 @@ from torch import Tensor
 
 from shardwise.api.sharded import Sharded
 from shardwise.checkpoint.collectives import run_on_rank_0
+from shardwise.comm.machine.peer_connection import Address, Message
+from shardwise.comm.machine.run_token import RUN_TOKEN, run_token
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 from shardwise.outer import wire as wires
 from shardwise.outer.common_start import MOMENTUM, START, CommonStart
 from shardwise.outer.link import Joining, Link
-from shardwise.outer.peer import Address, Message
 from shardwise.outer.place import Place
 from shardwise.outer.schedule import OuterSchedule
 from shardwise.outer.tally import Key
 from shardwise.torch_internals import disable_torch_function
-
-TOKEN = "SHARDWISE_RUN_TOKEN"  # noqa: S105 - a variable of the environment
 
 
 class DiLoCo:
@@ -320,11 +318,12 @@ def _place(
             f"worker is {worker}, and workers names {len(addresses)} addresses, so it must be from "
             f"0 to {len(addresses) - 1}."
         )
-    secret = os.environ.get(TOKEN, "") if token is None else token
+    secret = run_token() if token is None else token
     if not secret and any(not host.startswith("127.") for host, _ in addresses):
         raise ConfigError(
             "the workers have no run token, so any program that reaches their ports could send "
-            f"them parameters. Set the same secret on all: export {TOKEN}=$(openssl rand -hex 16)"
+            "them parameters. Set the same secret on all: "
+            f"export {RUN_TOKEN}=$(openssl rand -hex 16)"
         )
     return Place(addresses, worker, secret.encode(), patience, timeout)
 

@@ -22,9 +22,9 @@ from threading import Condition, Thread
 from time import monotonic
 from typing import NamedTuple
 
+from shardwise.comm.machine import peer_connection as wire
 from shardwise.errors import ConfigError, RanksDisagree
-from shardwise.outer import peer as wire
-from shardwise.outer.peer import Message, Peer
+from shardwise.outer.peer import Peer
 from shardwise.outer.place import Place, Waited
 from shardwise.outer.tally import Key, Tally
 
@@ -65,7 +65,7 @@ class Link:
         self._ready: list[Peer] = []  # those that have the state, and wait for the next exchange
         self._answered: dict[int, float] = {}  # worker → when it answered last
         self._settled: set[int] = set()  # followers that take part, or are sent the state
-        self._inbox: list[Message] = []  # from the leader, while this worker joins it
+        self._inbox: list[wire.Message] = []  # from the leader, while this worker joins it
         self._own: dict[Key, bytes] = {}  # sent, and without a mean yet
         self._means: dict[Key, bytes] = {}
         self._present = [place.worker]  # as the leader has said
@@ -154,7 +154,7 @@ class Link:
                 self._tally.add(self._place.worker, key, part)
         Thread(target=self._search, name="shardwise-leader", daemon=True).start()
 
-    def told(self) -> Message:
+    def told(self) -> wire.Message:
         """The leader's next word to this worker, which joins it: a ``state``, or ``welcome``.
 
         Raises:
@@ -163,7 +163,7 @@ class Link:
         self._wait(lambda: bool(self._inbox) or not self.connected, lambda: "the leader's state")
         with self._changed:
             if not self._inbox:
-                return Message("lost", {})
+                return wire.Message("lost", {})
             message = self._inbox.pop(0)
         if message.kind == "refused":
             raise RanksDisagree(message.fields["reason"])
@@ -175,7 +175,7 @@ class Link:
             assert self._leader is not None
             if forgets:
                 self._own.clear()
-            self._leader.send(Message("ready", {}))
+            self._leader.send(wire.Message("ready", {}))
             for key, part in self._own.items():
                 self._pass_on(key, part)
 
@@ -212,15 +212,15 @@ class Link:
         for peer in self._ready:
             self._tally.present.add(peer.worker)
             self._settled.add(peer.worker)
-            peer.send(Message("go", {"step": step}))
+            peer.send(wire.Message("go", {"step": step}))
         self._ready.clear()
 
-    def admit(self, joining: Joining, state: Sequence[Message]) -> None:
+    def admit(self, joining: Joining, state: Sequence[wire.Message]) -> None:
         """Send a worker the state, if it needs it; from now on it gets every mean."""
         with self._changed:
             for message in state:
                 joining.peer.send(message)
-            joining.peer.send(Message("welcome", {}))
+            joining.peer.send(wire.Message("welcome", {}))
             self._followers[joining.peer.worker] = joining.peer
             if state:
                 self._settled.add(joining.peer.worker)
@@ -247,7 +247,7 @@ class Link:
 
     # ---- called by threads of connections -------------------------------------------------------
 
-    def _take(self, peer: Peer, message: Message) -> None:
+    def _take(self, peer: Peer, message: wire.Message) -> None:
         with self._changed:
             if message.kind in ("part", "mean"):
                 key = Key(message.fields["unit"], message.fields["update"])
@@ -288,7 +288,7 @@ class Link:
             self._tally.add(self._place.worker, key, part)
             self._form()
         elif self._leader is not None:
-            self._leader.send(Message("part", key._asdict(), part))
+            self._leader.send(wire.Message("part", key._asdict(), part))
 
     def _form(self) -> None:
         """Form the means that are due, and send them."""
@@ -296,7 +296,7 @@ class Link:
             self._means[key] = mean = self._form_mean(key, parts)
             fields = {**key._asdict(), "workers": sorted(self._tally.present)}
             for peer in self._followers.values():
-                peer.send(Message("mean", fields, mean))
+                peer.send(wire.Message("mean", fields, mean))
         self._changed.notify_all()
 
     def _accept(self) -> None:
@@ -316,13 +316,13 @@ class Link:
             message = wire.receive(connection)
             if message.kind == "who":
                 answer = {"leads": self._leads, "updates": self.updates}
-                wire.send(connection, Message("answer", answer))
+                wire.send(connection, wire.Message("answer", answer))
                 connection.close()
                 return
             worker = int(message.fields["worker"])
             if reason := self._refusal(worker, message.fields["facts"]):
                 self._answered.pop(worker, None)
-                wire.send(connection, Message("refused", {"reason": reason}))
+                wire.send(connection, wire.Message("refused", {"reason": reason}))
                 connection.close()
                 return
             peer = Peer(connection, worker, self._place.patience, self._take, self._lose)
@@ -358,7 +358,7 @@ class Link:
         try:
             connection = self._place.connect(worker)
             fields = {"worker": self._place.worker, "digest": digest, "facts": self._facts}
-            wire.send(connection, Message("join", fields))
+            wire.send(connection, wire.Message("join", fields))
         except (OSError, EOFError):
             return False
         peer = Peer(connection, worker, self._place.patience, self._take, self._lose)

@@ -10,8 +10,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from time import monotonic
 
+from shardwise.comm.machine.peer_connection import Address, Message, connect, receive, send
 from shardwise.errors import ConfigError
-from shardwise.outer.peer import Address, Message, connect, receive, send
 
 FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 
 from shardwise.comm.machine import meeting as meeting_module
 from shardwise.comm.machine.environment import Launch
-from shardwise.comm.machine.meeting import Meeting, on_thread, probe
+from shardwise.comm.machine.meeting import Meeting, on_thread
+from shardwise.comm.machine.run_token import derived
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.forked import forked
 from tests.ranks import free_port
@@ -112,6 +112,40 @@ def test_two_processes_of_one_rank_are_named_on_every_rank(
     assert [text.startswith(f"rank 1 could not connect: {named}") for text in raised] == [True] * 2
 
 
+def test_a_process_with_another_run_token_is_refused_and_named(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a secret")
+    threads, raised = waiting(rank(0, port))
+    while not caplog.messages:
+        time.sleep(0.01)
+    monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "another")
+    foreign, name = rank(1, port, timeout=5), f"process {os.getpid()} on {platform.node()}"
+    with pytest.raises(ConfigError, match="is not let in as rank 1: its run token is another one"):
+        foreign.store()
+    said = f"rank 1 is not there; {name} says that it is rank 1, with another SHARDWISE_RUN_TOKEN"
+    while said not in caplog.messages[-1]:
+        time.sleep(0.01)
+    monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a secret")
+    assert rank(1, port).store() is not None
+    threads[0].join()
+    assert raised == []
+
+
+def test_without_the_token_nothing_of_the_run_can_be_named(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entries have a name that only who knows the token can form."""
+    monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a secret")
+    meeting = rank(0, port, size=1)
+    meeting.store().set("key", "value")
+    keys = TCPStore("127.0.0.1", port, wait_for_workers=False).list_keys()
+    assert f"shardwise/{derived('a secret', 'meeting')}/0/7/group/key" in [
+        key.replace("//", "/") for key in keys
+    ]
+    assert "secret" not in "".join(keys)
+
+
 def test_ranks_of_another_world_size_are_told(port: int) -> None:
     first = rank(0, port, size=3, timeout=2)
     threads, _ = waiting(first)
@@ -179,15 +213,6 @@ def test_a_slow_store_is_not_taken_for_another_program(
     rank(0, port, size=1).store()
     said = "the store of this rank has not answered as a store of torch does"
     assert [message.endswith(said) for message in caplog.messages] == [True]
-
-
-def test_the_address_is_probed_without_a_meeting(port: int) -> None:
-    at = partial(Launch, size=2, local_rank=0, address="127.0.0.1", port=port)
-    assert probe(at(0)) == "the name resolves, and the port is free for rank 0"
-    assert probe(at(1)).startswith(f"no program listens at port {port} of 127.0.0.1")
-    with socket.create_server(("127.0.0.1", port)):
-        assert probe(at(1)).startswith("a program answers")
-    assert "nowhere.invalid does not resolve" in probe(at(0, address="nowhere.invalid"))
 
 
 def test_a_call_that_nothing_can_end_is_watched(

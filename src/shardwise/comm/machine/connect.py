@@ -26,6 +26,7 @@ from shardwise.comm.machine.devices import (
     imported,
     index_of,
 )
+from shardwise.comm.machine.endpoint import on_one_host, own_endpoint
 from shardwise.comm.machine.environment import Launch, read_launch
 from shardwise.comm.machine.interfaces import choose_interface
 from shardwise.comm.machine.meeting import Meeting, new_client
@@ -77,9 +78,11 @@ def connect(
         name = load_backend(accelerator).name
         dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
         return LocalComm(this_device, Shutdown(callback=dist.destroy_process_group))
-    choose_interface(accelerator, launch.address)
+    launch = on_one_host(launch, os.environ)
+    is_first = launch.rank == 0
+    choose_interface(accelerator, own_endpoint(launch, os.environ) if is_first else launch.address)
     backend, open_axes = load_backend(accelerator), partial(_new_axes, this_device.type, timeout)
-    serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     meeting = Meeting(launch, serves, timeout, attempt)
     try:

@@ -22,7 +22,7 @@ SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 OF_THIS_HOST = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "podman")
 
 
-_GLOO = row("cpu").socket_interface
+GLOO_INTERFACE = row("cpu").socket_interface
 
 
 class Interface(NamedTuple):
@@ -91,7 +91,7 @@ def interface_variables(accelerator: Accelerator, address: str) -> dict[str, str
     found = interface_to(address)
     if found is None or (ip_address(found.address).is_loopback and address != found.address):
         return {}
-    return dict.fromkeys((_GLOO, accelerator.socket_interface), found.name)
+    return dict.fromkeys((GLOO_INTERFACE, accelerator.socket_interface), found.name)
 
 
 def reachable(found: Sequence[Interface]) -> list[Interface]:

@@ -10,7 +10,6 @@ each rank looks in short steps, and says what it waits for:
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
@@ -28,7 +27,9 @@ from typing import TypeVar
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shardwise.comm.machine.endpoint import listener, own_endpoint, problem
 from shardwise.comm.machine.environment import Launch
+from shardwise.comm.machine.run_token import RUN_TOKEN, derived, run_token
 from shardwise.comm.transports.shared_memory import proc_namespace
 from shardwise.comm.watchdog.desync import format_ranks
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
@@ -39,7 +40,6 @@ FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interva
 LONGEST_INTERVAL = 60.0  # seconds
 POLL_INTERVAL = 0.05  # seconds
 LOOK_INTERVAL = 1.0  # seconds between two looks at the processes of this host
-PROBE_TIMEOUT = 2.0  # seconds in which a port has to answer
 LINGER = 1.0  # seconds for which a failed rank goes on serving the store, so others read why
 CHECKS = (
     "Nothing has started. Check that every rank was started with the same MASTER_ADDR, "
@@ -67,8 +67,13 @@ class Meeting:
         self._since, self._next_warning, self._next_look = monotonic(), FIRST_WARNING, 0.0
         # Of lines with a rank and its process, which is 0 once it is connected.
         self._processes = f"host/{proc_namespace()}"
-        self._prefix = f"shardwise/meeting/{attempt}/{next(_meetings)}/"
+        number = f"{attempt}/{next(_meetings)}"
+        self._prefix = f"shardwise/{derived(run_token(), 'meeting')}/{number}/"
+        self._fingerprint = derived(run_token(), "fingerprint")
+        # Of lines that all processes write, those with another token, too: see ``_refuse``.
+        self._arrivals = f"shardwise/arrivals/{number}"
         self._store: Store | None = None
+        self._client: Store | None = None
 
     def store(self) -> Store:
         """The store, for a process group, once every rank is there.
@@ -77,7 +82,9 @@ class Meeting:
             ConfigError: another process says that it is this rank.
             RanksDisagree: a rank did not come in time, or gave up.
         """
-        client = self._open()
+        self._client = client = self._open()
+        line = f"{self._launch.rank} {self._fingerprint} {self._name}\n"
+        client.append(self._arrivals, line)  # type: ignore[attr-defined]
         self._store = PrefixStore(self._prefix, client)
         self._appear(self._store)
         while not self._all_are_there(self._store):
@@ -139,37 +146,58 @@ class Meeting:
 
     def _open(self) -> Store:
         """A client of the store, which rank 0 serves from now on."""
-        launch = self._launch
-        serves = self._serves and _is_free(launch.port)  # else another rank 0 may serve it
-        while not serves and (problem := _problem(launch.address, launch.port)):
-            self._check(lambda problem=problem: problem)  # type: ignore[misc]
+        launch, address = self._launch, self._launch.address
+        own = own_endpoint(launch, os.environ) if self._serves else ""
+        listens = listener(own, launch.port) if self._serves else None
+        if listens is not None:  # else another rank 0 may serve it
+            address = own
+        while listens is None and (why := problem(address, launch.port)):
+            self._check(lambda why=why: why)  # type: ignore[misc]
             sleep(POLL_INTERVAL)
 
         def open_store() -> Store:
             return TCPStore(
-                launch.address,
+                address,
                 launch.port,
                 launch.size,
-                serves,
+                listens is not None,
                 timedelta(seconds=self._timeout),
                 wait_for_workers=False,
-                multi_tenant=serves,
+                multi_tenant=listens is not None,
+                master_listen_fd=None if listens is None else listens.detach(),
             )
 
-        server = "the store of this rank" if serves else "a program listens there that"
+        server = "the store of this rank" if listens else "a program listens there that"
         silent = f"{server} has not answered as a store of torch does"
-        return self._run(open_store, lambda: _problem(launch.address, launch.port) or silent)
+        return self._run(open_store, lambda: problem(address, launch.port) or silent)
+
+    def _refuse(self) -> str:
+        """Name the processes of another token; raise if this one is of them, as rank 0 decides."""
+        assert self._client is not None
+        lines = self._client.get(self._arrivals).decode().splitlines()
+        arrived = [line.split(" ", 2) for line in lines]
+        first = next((one for one in arrived if one[0] == "0"), None)
+        if first is not None and first[1] != self._fingerprint:
+            raise ConfigError(
+                f"{self._name} is not let in as rank {self._launch.rank}: its run token is "
+                f"another one than that of rank 0, {first[2]}. Set {RUN_TOKEN} to the same secret "
+                "on all ranks, or give each run a MASTER_PORT of its own."
+            )
+        foreign = [one for one in arrived if one[1] != self._fingerprint]
+        return "".join(
+            f"; {name} says that it is rank {rank}, with another {RUN_TOKEN}, and is not let in"
+            for rank, _, name in foreign
+        )
 
     def _appear(self, store: Store) -> None:
         """Write down that this rank is there."""
         launch = self._launch
-        own = f"process {os.getpid()} on {platform.node()}"
-        other = store.compare_set(f"rank/{launch.rank}", "", own).decode()
-        if other != own:
+        other = store.compare_set(f"rank/{launch.rank}", "", self._name).decode()
+        if other != self._name:
             raise ConfigError(
-                f"two processes are rank {launch.rank} of {launch.size}: {other}, and {own}. One "
-                "of them would wait for ever. Give each process a rank of its own, and each run a "
-                "MASTER_PORT of its own."
+                f"two processes are rank {launch.rank} of {launch.size}: {other}, and "
+                f"{self._name}. One of them would wait for ever. Give each process a rank of its "
+                "own, and each run a MASTER_PORT of its own."
             )
         size = store.compare_set("size", "", str(launch.size)).decode()
         if size != str(launch.size):
@@ -178,6 +206,10 @@ class Meeting:
                 f"it as one of {size}. Start all with the same WORLD_SIZE."
             )
         self._write_process(os.getpid())
+
+    @property
+    def _name(self) -> str:
+        return f"process {os.getpid()} on {platform.node()}"
 
     def _write_process(self, pid: int) -> None:
         """Tell the ranks of this host which process to look at; ``0``: none any more."""
@@ -199,7 +231,8 @@ class Meeting:
         ranks = range(self._launch.size)
         missing = [rank for rank in ranks if not self._store.check([f"rank/{rank}"])]
         verb = "is" if len(missing) == 1 else "are"
-        return f"{format_ranks(missing)} {verb} not there" if missing else "all are there"
+        who = f"{format_ranks(missing)} {verb} not there" if missing else "all are there"
+        return f"{who}{self._refuse()}"
 
     def _carry_out(self, call: Callable[[], T]) -> T:
         return call()
@@ -241,6 +274,7 @@ class Meeting:
         if self._store is None or (now := monotonic()) < self._next_look:
             return ""
         self._next_look = now + LOOK_INTERVAL
+        self._refuse()
         lines = self._store.get(self._processes).decode().splitlines()
         for rank, pid in dict(line.split() for line in lines).items():
             if _has_ended(pid):
@@ -276,43 +310,3 @@ def on_thread(call: Callable[[], T], check: Callable[[], None]) -> T:
     while not wait([result], POLL_INTERVAL).done:
         check()
     return result.result()
-
-
-def _problem(host: str, port: int) -> str:
-    """Say why nothing can connect to this address now; ``""`` if it may.
-
-    Raises:
-        OSError: this process can open no socket.
-    """
-    try:
-        socket.create_connection((host, port), PROBE_TIMEOUT).close()
-    except socket.gaierror as error:
-        return f"the name {host} does not resolve on {platform.node()} ({error.strerror})"
-    except ConnectionRefusedError:
-        return f"no program listens at port {port} of {host}, where rank 0 serves the store"
-    except TimeoutError:
-        return f"{host} does not answer"
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
-        return f"{host} cannot be reached ({error.strerror})"
-    return ""
-
-
-def probe(launch: Launch) -> str:
-    """Say what this rank finds now at the address where the ranks are to meet."""
-    problem = _problem(launch.address, launch.port)
-    if problem.startswith("no program listens") and launch.rank == 0:
-        return "the name resolves, and the port is free for rank 0"
-    return problem or "a program answers: rank 0 of this run, or another program"
-
-
-def _is_free(port: int) -> bool:
-    """May this process listen at ``port``?"""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True

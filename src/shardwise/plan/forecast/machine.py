@@ -6,6 +6,7 @@ that a calibration writes, adds entries of its own.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -146,8 +147,9 @@ class Table:
 
     @classmethod
     def read(cls, path: Path = TABLE) -> Table:
-        """Read a file of the form of ``machines.toml``; its own entries only."""
-        entries = tomllib.loads(path.read_text("utf-8"))
+        """Read a file of the form of ``machines.toml``, or JSON; its own entries only."""
+        text = path.read_text("utf-8")
+        entries = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         accelerators = {
             name: Accelerator(name, **entry | {"aliases": tuple(entry.get("aliases", ()))})
             for name, entry in entries.get("accelerators", {}).items()
