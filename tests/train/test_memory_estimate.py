@@ -103,7 +103,7 @@ def test_the_host_memory_of_a_machine_is_that_of_all_ranks_that_any_launcher_sta
     needed = state_bytes(predict(recipe, 4, 300), recipe, 4).host
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
     monkeypatch.setattr(estimate, "machine_memory", lambda **_: needed - 1)
-    monkeypatch.setattr(estimate, "_memory", lambda _: 0)
+    monkeypatch.setattr(estimate, "memory_of", lambda _: 0)
     with pytest.raises(
         ConfigError,
         match=r"GiB for the 4|MiB for the 4|KiB for the 4 of them in host memory, which has",
