@@ -278,3 +278,36 @@ def test_a_recomputation_in_another_thread_leaves_no_unit_early(ahead: int) -> N
     with backward_elsewhere():
         taken = play(Recomputed(), [step] * 2, [(numbers(rank, (2, 4)),) for rank in range(2)])
     assert all(one.follows for one in taken)
+
+
+class Told(nn.Linear):
+    """Records what its process does while it computes."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(4, 4)
+        self.said = said
+        self.ask: Callable[[], str] = str
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.said.append(self.ask())
+        y = super().forward(x)
+        y.register_hook(lambda _: self.said.append(self.ask()))
+        return y * 1.0
+
+
+def test_a_rank_that_is_asked_names_the_step_the_half_and_the_unit() -> None:
+    def rank(comm: Comm) -> list[str]:
+        said = list[str]()
+        told = Told(said)
+        model = nn.Sequential(nn.Linear(4, 4), told)
+        runtime = sw.shard(model, wrap=BY_LAYER, comm=comm).runtime
+        told.ask = runtime.activity
+        said.append(runtime.activity())
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+        return [*said, runtime.activity()]
+
+    first, second = run_threads(2, rank)
+    assert first == second
+    steps = [f"step {step}: {half} of 1" for step in (1, 2) for half in ("forward", "backward")]
+    assert first == ["", *steps, "after step 2"]

@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwise.comm.one_stream import OneStream
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.watchdog.call_site import active
 from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
 from shardwise.memory.parameters import Bucket
@@ -70,6 +71,15 @@ class Runtime:
         #: Called before an optimizer updates: what rooms above have to check or to finish by then.
         self.before_update: list[Callable[[], object]] = []
         self.listeners: list[Callable[[Event], None]] = []  # of events that are carried out
+        self._steps = 0  # whose gradients were reduced
+        active.add(self)
+
+    def activity(self) -> str:
+        """The unit that computes now, for example ``"step 12: backward of blocks.3"``."""
+        for phase in reversed(self.facts.calls):
+            if units := [unit for unit, calls in list(self.facts.calls[phase].items()) if calls]:
+                return f"step {self._steps + 1}: {phase.value} of {units[-1] or '(root)'}"
+        return f"after step {self._steps}" if self._steps else ""
 
     def whole_trainable(self) -> Iterator[nn.Parameter]:
         """The trainable parameters that are whole now."""
@@ -243,6 +253,7 @@ class Runtime:
         if used is not None and self.trained.buckets:  # every rank has answered
             self._peers_may_read = False
         if used is not None:
+            self._steps += 1
             self.at_step_end(self.comm)
         self._learn()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.watchdog import call_site
 from shardwise.comm.watchdog.call_site import user_call
 from tests.fake import FakeComm
 
@@ -77,3 +78,27 @@ def test_a_thread_that_is_in_no_call_is_nowhere() -> None:
     may_end.set()
     thread.join()
     assert user_call(thread.ident or 0) == ""
+
+
+def test_a_stack_begins_with_the_outermost_of_its_innermost_calls() -> None:
+    def deep(calls: int) -> str:
+        return deep(calls - 1) if calls else call_site.stack_of(threading.get_ident())
+
+    calls = deep(30).split(" → ")
+    assert len(calls) == 16
+    assert calls[-1].startswith("watchdog/call_site.py:")
+    assert calls[0].endswith(" deep")
+    assert calls[0].startswith("watchdog/test_call_site.py:")
+
+
+class Busy:
+    def activity(self) -> str:
+        return "step 2: forward of blocks.3"
+
+
+def test_a_process_does_what_is_asked_while_it_lives() -> None:
+    one = Busy()
+    call_site.active.add(one)
+    assert "step 2: forward of blocks.3" in call_site.activity()
+    del one
+    assert "step 2: forward of blocks.3" not in call_site.activity()

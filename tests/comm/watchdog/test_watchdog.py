@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from shardwise.comm.watchdog import watchdog
+from shardwise.comm.watchdog import heartbeat, watchdog
 from shardwise.comm.watchdog.desync import Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
@@ -29,6 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
     monkeypatch.setattr(watchdog, "FIRST_WARNING", 0.1)
     monkeypatch.setattr(watchdog, "MAX_CHECK_INTERVAL", 0.05)
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
 
 
 @dataclass
@@ -138,15 +139,57 @@ def test_a_rank_publishes_its_last_256_collectives(group: Group) -> None:
     assert [c.seq for c in mine._read_progress()[0].recent] == [*range(44, 300)]
 
 
-def test_nothing_is_written_while_nobody_waits_long(group: Group) -> None:
+def test_nothing_but_heartbeats_is_written_while_nobody_waits_long(group: Group) -> None:
     mine, theirs = group.add(2), group.add(2)
-    before = group.store.num_keys()
     for one in (mine, theirs):
         one.issue(A)
         wait_for(one, A)
         one.waits = None
-    time.sleep(0.2)
-    assert group.store.num_keys() == before
+    until(lambda: group.store.check(["alive/0", "alive/1"]))
+    assert group.store.num_keys() == 2
+
+
+def test_a_rank_that_sends_heartbeats_and_does_not_come_is_named_with_its_stack(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, theirs = group.add(2), group.add(2)
+    theirs.issue(A)
+    mine.issue(A)
+    mine.issue(B)
+    wait_for(mine, B)
+    until(lambda: "stack of ranks 0 and 1" in caplog.text)
+    assert "rank 1 runs: process " in caplog.text
+    assert "last issued gather blocks.0" in caplog.text
+    assert "test_watchdog.py:" in caplog.text
+
+
+def test_a_rank_whose_heartbeats_stop_is_named_with_its_last_one(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, theirs = group.add(2), group.add(2)
+    theirs.issue(A)
+    until(lambda: group.store.check(["alive/1"]))
+    theirs._stop.set()  # as a signal would stop it
+    mine.issue(A)
+    mine.issue(B)
+    wait_for(mine, B)
+    until(lambda: "rank 1 has sent no heartbeat for " in caplog.text)
+    last = caplog.text.partition("The last one: ")[2]
+    assert last.startswith("process ")
+    assert "last issued gather blocks.0" in last
+    assert not any(event.is_set() for event in group.interrupted)
+
+
+def test_the_lowest_waiting_rank_that_is_not_frozen_reports(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    watches = [group.add(3) for _ in range(3)]
+    for one in watches[:2]:
+        one.issue(A)
+        wait_for(one, A)
+    until(lambda: "have waited" in caplog.text)
+    watches[0]._stop.set()
+    until(lambda: "rank 1 has waited" in caplog.text)
 
 
 def test_work_that_is_over_is_not_waited_for(group: Group) -> None:

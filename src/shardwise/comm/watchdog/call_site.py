@@ -12,6 +12,8 @@ import sys
 import sysconfig
 from pathlib import Path
 from traceback import walk_stack
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -20,6 +22,8 @@ _TORCH, _SHARDWISE = (
     f"{Path(torch.__file__).parent}{os.sep}",
     f"{Path(__file__).parents[2]}{os.sep}",
 )
+#: What ``activity()`` asks, while it lives.
+active: WeakSet[Any] = WeakSet()
 # They call the user's program, which calls torch again.
 _STARTERS = tuple(
     f"{package}{name.replace('/', os.sep)}"
@@ -54,3 +58,17 @@ def user_call(thread: int) -> str:
             text = linecache.getline(file, line).strip()
             return f"{f'`{text}` at ' if text else ''}{Path(file).name}:{line}"
     return ""
+
+
+def activity() -> str:
+    """The work of this process, such as ``"step 12: backward of blocks.3"``."""
+    return ", ".join(filter(None, (one.activity() for one in list(active))))
+
+
+def stack_of(thread: int) -> str:
+    """The calls of ``thread``, the outermost first: ``"my/train.py:41 main → …"``."""
+    frames = [*walk_stack(sys._current_frames().get(thread))][:16]  # the innermost
+    return " → ".join(
+        f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line} {frame.f_code.co_name}"
+        for frame, line in reversed(frames)
+    )

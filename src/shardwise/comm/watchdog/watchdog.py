@@ -2,9 +2,9 @@
 
 The thread checks twice a second whether its rank waits. After one second of waiting it publishes
 the rank's progress to the store, reads that of the others, and decides by a pure function whether
-the collective can complete. If it can, the watchdog logs for which ranks it waits. If not, it
-publishes the reason and interrupts the wait, on every rank with the same message. Without it a
-rank would hang for thirty minutes, then raise "connection closed by peer".
+the collective can complete. If it can, the watchdog logs for which ranks it waits and what their
+heartbeats say. If not, it publishes the reason and interrupts the wait, on every rank with the same
+message. Without it a rank would hang for half an hour, then raise "connection closed by peer".
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.protocol import ENDED
-from shardwise.comm.watchdog import desync
+from shardwise.comm.watchdog import desync, heartbeat
 from shardwise.comm.watchdog.call_site import user_call
 from shardwise.comm.watchdog.desync import Collective, RankProgress
+from shardwise.comm.watchdog.heartbeat import Heartbeats
 from shardwise.errors import RanksDisagree
 
 POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
 FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
-FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
+FIRST_WARNING = heartbeat.LIMIT / 2  # seconds until the first log line; the interval doubles
 MAX_CHECK_INTERVAL = 10.0  # seconds
 HISTORY = 256  # collectives that a rank publishes
 
@@ -78,6 +79,7 @@ class Watchdog:
         self._timeout, self._where, self._failed_before = timeout, where, failure
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
+        self._heartbeats, self._next_beat = Heartbeats(store, rank), 0.0
         self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
         self._caller = threading.get_ident()  # whose stack has the user's program
         self._stop = threading.Event()
@@ -209,6 +211,7 @@ class Watchdog:
     def _run(self) -> None:
         since = next_check = next_warning = 0.0
         while not self._stop.wait(POLL_INTERVAL):
+            self._beat()
             try:
                 waits = None if self.failure else self._present()
             except RuntimeError as error:  # the device has failed
@@ -236,6 +239,16 @@ class Watchdog:
                 next_warning *= 2
             next_check = min(next_warning, 1.25 * age, age + MAX_CHECK_INTERVAL)
 
+    def _beat(self) -> None:
+        """Send a heartbeat, if one is due."""
+        if self.failure or monotonic() < self._next_beat:
+            return
+        try:
+            self._heartbeats.send(self._recent[-1].details if self._recent else "")
+            self._next_beat = monotonic() + heartbeat.INTERVAL
+        except RuntimeError:  # the store is gone, which a rank that does not wait need not know
+            self._next_beat = float("inf")
+
     def _present(self) -> Wait | None:
         """The oldest wait that goes on; on a device, from when the one before it had ended."""
         while self.on_device and self.on_device[0].is_complete():
@@ -252,6 +265,7 @@ class Watchdog:
         try:
             self._publish(waits=collective.seq)
             progress = self._read_progress()
+            silent = self._heartbeats.look(self.size)
             reason = self._failed_before() or self._read("verdict") or desync.diagnose(progress)
         except RuntimeError as error:
             return _without_store(error, collective, waits.peer), ""
@@ -262,7 +276,9 @@ class Watchdog:
         if not reason and age > self._timeout:
             reason = desync.timed_out(missing, age, {self._rank: collective})
             reason += desync.look_at({self._rank: user_call(self._caller)})
-        return reason, desync.still_waiting(self._rank, progress, missing, age, collective)
+        awake = {rank: one for rank, one in progress.items() if rank not in silent}
+        text = desync.still_waiting(self._rank, awake, missing, age, collective)
+        return reason, text and text + self._heartbeats.describe(missing or silent, silent)
 
     # --- the store -------------------------------------------------------------------------
 
