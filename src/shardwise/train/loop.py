@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +58,7 @@ from shardwise.train.records import (
 from shardwise.train.requests import Request, SignalRequests, combined
 from shardwise.train.results import export, files_of
 from shardwise.train.run_logger import RunLogger
+from shardwise.train.slow_ranks import SlowRanks, seconds_waited
 from shardwise.train.start import FIRST_ATTEMPT, Attempt, Start, finished_steps
 from shardwise.train.streams import StreamedRows, streams_per_rank
 from shardwise.train.throughput import WINDOW, Throughput, memory_in_use
@@ -181,6 +183,7 @@ class _Loop:
         rows, micro = self._config.eval_rows, job.recipe.batch.micro
         self._validation = Validation(data.validation, rows, micro, job.head)
         self._throughput = Throughput(self._config.throughput_warmup)
+        self._slow_ranks = SlowRanks(partial(seconds_waited, job.sharded))
         self._state = RunState()
         self._evaluated: Evaluated | None = None
         self._steps = (
@@ -257,6 +260,7 @@ class _Loop:
     def _step(self, step: int) -> Request:
         """Run and log one step; returns the strongest request of any rank."""
         job = self._job
+        self._slow_ranks.begin()
         is_first = not self._throughput.seconds_per_step
         busy = self._logger.busy("taking the first step") if is_first else nullcontext()
         with self._recorded(step), busy, self._throughput.step(job.tokens_per_step):
@@ -266,8 +270,11 @@ class _Loop:
             self._retry_failed_save(job.update)
             exchanged = self._outer.step()
         request = max(self._requests.take(step), self._logger.requested())
-        values = (share, memory_in_use(self._comm.device), request, job.batches.ended())
+        memory_now, waited = memory_in_use(self._comm.device), self._slow_ranks.last
+        values = (share, memory_now, request, job.batches.ended(), waited)
         per_rank = all_gather_floats(self._comm, values, "loss")
+        if slow := self._slow_ranks.end(per_rank[:, 4].tolist()):
+            self._logger.log(Warned(slow))
         loss, memory = per_rank[:, 0].sum().item(), per_rank[:, 1].max().item()
         self._steps = step if per_rank[:, 3].any() else self._steps
         # The only moment after the last update with gradients; with patience any may be the last.
