@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,7 +44,8 @@ def run(*command: str, by: str = "-m") -> subprocess.CompletedProcess[str]:
         timeout=240,
     )
     said = done.stderr.splitlines(keepends=True)
-    done.stderr = "".join(line for line in said if " waited " not in line)
+    waiting = (" waited ", "  rank ", "  stack of ")
+    done.stderr = "".join(line for line in said if not any(word in line for word in waiting))
     return done
 
 
@@ -453,6 +455,26 @@ def test_killed_in_the_middle_of_a_step_all_ranks_start_again_and_go_on_exactly(
     assert "was killed by SIGKILL; all ranks start again (1 of 1)" in told[0]
     assert told[1].startswith("resumed at step 2, sample 24, from ")
     assert done.stdout.count("tokens/s  over all ranks") == 1  # what is known is not said again
+    assert losses(tmp_path) == losses(two[0])
+
+
+@pytest.mark.spawn
+@pytest.mark.prove
+@forked
+def test_torchruns_agent_starts_all_ranks_again_and_they_go_on_exactly(
+    two: Two, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(KILLED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agent = ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
+    place = ("--master-addr=127.0.0.1", f"--master-port={port}")
+    command = (str(program), "train", str(recipe_file(tmp_path)), "checkpoint.save_every=1")
+    done = run(*agent, *place, *command)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step 2, sample 24, from " in done.stdout
     assert losses(tmp_path) == losses(two[0])
 
 
