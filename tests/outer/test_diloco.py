@@ -287,7 +287,7 @@ def test_unlike_workers_are_refused_by_name() -> None:
 
 def test_a_worker_with_another_token_is_refused() -> None:
     addresses = [(host, int(port)) for host, port in (a.split(":") for a in free_addresses(2))]
-    link = Link(Place(addresses, 0, b"secret"), {}, lambda _key, parts: parts[0])
+    link = Link(Place(addresses, 0, b"secret"), {}, {}, lambda _key, parts: parts[0])
     assert Place(addresses, 1, b"secret").ask(0) == {"leads": False, "updates": 0}
     with pytest.raises(ConfigError, match="another run token"):
         Place(addresses, 1, b"guessed").ask(0)

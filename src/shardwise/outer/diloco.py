@@ -215,6 +215,7 @@ class DiLoCo:
         facts = {
             "units": f"{len(numels)} with {sum(numels.values()):,} trained parameters",
             "a list of units and sizes": f"{zlib.crc32(repr(numels).encode()):08x}",
+            "a number of workers": str(len(place.addresses)),
             "every": str(schedule.every),
             "wire": self._wire,
             "outer_lr and outer_momentum": f"{self._lr} and {self._momentum}",
@@ -223,7 +224,8 @@ class DiLoCo:
         def form(key: Key, parts: Sequence[bytes]) -> bytes:
             return wires.mean(parts, numels[key.unit], self._wire)
 
-        self._link = Link(place, facts, form)
+        nbytes = {unit: wires.nbytes(numel, self._wire) for unit, numel in numels.items()}
+        self._link = Link(place, facts, nbytes, form)
         self._link.updates = sum(self._start.updates.values())
 
     @property

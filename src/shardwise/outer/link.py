@@ -17,9 +17,10 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import AuthenticationError
 from threading import Condition, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import NamedTuple
 
 from shardwise.comm.machine import peer_connection as wire
@@ -48,14 +49,22 @@ class Link:
 
     Args:
         facts: what must be alike on all workers: name → short text.
+        nbytes: unit → bytes of a part or mean.
         form_mean: called by the leader with the parts of a mean.
 
     Raises:
         ConfigError: this worker cannot listen at its address.
     """
 
-    def __init__(self, place: Place, facts: Mapping[str, str], form_mean: FormMean) -> None:
+    def __init__(
+        self,
+        place: Place,
+        facts: Mapping[str, str],
+        nbytes: Mapping[str, int],
+        form_mean: FormMean,
+    ) -> None:
         self._place, self._facts, self._form_mean = place, dict(facts), form_mean
+        self._nbytes_of_part = dict(nbytes)
         self._changed = Condition()  # guards all that follows
         self._tally = Tally(place.worker)
         self._followers: dict[int, Peer] = {}
@@ -187,7 +196,7 @@ class Link:
             expected: wait until each worker that can be reached takes part.
         """
         waited = Waited(self._place)
-        while expected and (missing := self._reachable() - self._settled):
+        while expected and self._leads and (missing := self._reachable() - self._settled):
             with self._changed:
                 self._let_go(step)
                 if self._joining:
@@ -206,7 +215,8 @@ class Link:
             if self._place.ask(worker):
                 self._answered[worker] = monotonic()
         oldest = monotonic() - self._place.patience
-        return {worker for worker, at in self._answered.items() if at > oldest}
+        with self._changed:
+            return {worker for worker, at in self._answered.items() if at > oldest}
 
     def _let_go(self, step: int) -> None:
         for peer in self._ready:
@@ -217,14 +227,19 @@ class Link:
 
     def admit(self, joining: Joining, state: Sequence[wire.Message]) -> None:
         """Send a worker the state, if it needs it; from now on it gets every mean."""
+        peer = joining.peer
         with self._changed:
-            for message in state:
-                joining.peer.send(message)
-            joining.peer.send(wire.Message("welcome", {}))
-            self._followers[joining.peer.worker] = joining.peer
-            if state:
-                self._settled.add(joining.peer.worker)
-        log.warning("%s takes part", self._place.name(joining.peer.worker))
+            if is_leader := self._leads:
+                for message in state:
+                    peer.send(message)
+                peer.send(wire.Message("welcome", {}))
+                self._followers[peer.worker] = peer
+                if state:
+                    self._settled.add(peer.worker)
+        if is_leader:
+            log.warning("%s takes part", self._place.name(peer.worker))
+        else:  # since ``leave`` it has to look for another one
+            peer.close()
 
     def leave(self) -> None:
         """End a lead or what this worker follows: the others look for each other."""
@@ -251,6 +266,8 @@ class Link:
         with self._changed:
             if message.kind in ("part", "mean"):
                 key = Key(message.fields["unit"], message.fields["update"])
+                if len(message.payload) != (nbytes := self._nbytes_of_part[key.unit]):
+                    raise ValueError(f"{len(message.payload)} bytes of {key.unit}, not {nbytes}")
                 if message.kind == "mean":
                     self._means[key] = bytes(message.payload)
                     self._present = message.fields["workers"]
@@ -303,11 +320,10 @@ class Link:
         while not self._closed:
             try:
                 client, _ = self._listener.accept()
-            except OSError:
-                return
-            Thread(
-                target=self._answer, args=(client,), name="shardwise-worker", daemon=True
-            ).start()
+                answer = partial(self._answer, client)
+                Thread(target=answer, name="shardwise-worker", daemon=True).start()
+            except (OSError, RuntimeError):  # closed, or there is no descriptor or thread for it
+                sleep(POLL_INTERVAL)
 
     def _answer(self, client: socket.socket) -> None:
         """Answer a worker that asks who leads, or that joins."""
@@ -320,7 +336,8 @@ class Link:
                 connection.close()
                 return
             worker = int(message.fields["worker"])
-            if reason := self._refusal(worker, message.fields["facts"]):
+            facts, is_there = message.fields["facts"], worker in self._followers
+            if reason := self._place.refusal(worker, is_there, self._facts, facts):
                 self._answered.pop(worker, None)
                 wire.send(connection, wire.Message("refused", {"reason": reason}))
                 connection.close()
@@ -330,26 +347,9 @@ class Link:
                 if not self._leads or self._closed:  # any more
                     connection.close()
                     return
+                peer.start()  # before anybody may close it
                 self._joining.append(Joining(peer, message.fields["digest"]))
                 self._changed.notify_all()
-            peer.start()
-
-    def _refusal(self, worker: int, facts: Mapping[str, str]) -> str:
-        """Say why a worker cannot take part; ``""`` if it can."""
-        for name, own in self._facts.items():
-            if (theirs := facts.get(name)) != own:
-                return (
-                    f"worker {worker} has {name} {theirs}, and worker {self._place.worker}, which "
-                    f"leads, has {own}. Their means would be of unlike things. Start all workers "
-                    "with one recipe or program."
-                )
-        if worker == self._place.worker or worker in self._followers:
-            return (
-                f"two processes are worker {worker}. Give each a number of its own, from 0 to "
-                f"{len(self._place.addresses) - 1}; where a lost worker was started again, try "
-                f"again in {self._place.patience:g} s."
-            )
-        return ""
 
     # ---- other workers ---------------------------------------------------------------------------
 
@@ -366,7 +366,7 @@ class Link:
             self._inbox.clear()
             self._means.clear()
             self._leader = peer
-        peer.start()
+            peer.start()
         return True
 
     def _search(self) -> None:

@@ -7,13 +7,18 @@ silence.
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Thread
+from time import monotonic, sleep
 
 from shardwise.comm.machine.peer_connection import Message, receive, send
+
+TCP_CLOSE = 7  # a state of a connection, of Linux
+POLL_INTERVAL = 0.02  # seconds between two looks at what is unsent
 
 
 class Peer:
@@ -35,7 +40,7 @@ class Peer:
     ) -> None:
         self.worker, self.sent, self.received = worker, 0, 0  # bytes of payloads
         self._connection, self._on_message, self._on_lost = connection, on_message, on_lost
-        self._interval, self._patience = patience / 4, patience
+        self._interval, self._patience, self._is_heard = patience / 4, patience, True
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()
         name = f"shardwise-worker-{worker}"
         self._writer = Thread(target=self._write, name=name, daemon=True)
@@ -52,9 +57,9 @@ class Peer:
         self._outbox.put(message)
 
     def close(self) -> None:
-        """End the connection when all is sent; the other end finds it closed."""
+        """End the connection when all is sent, in whatever time that takes while it goes on."""
         self._outbox.put(None)
-        self._writer.join(self._patience)
+        self._writer.join()  # without a byte for ``patience`` seconds it fails
 
     def _read(self) -> None:
         reason = "it closed its connection"
@@ -64,12 +69,15 @@ class Peer:
                 self.received += len(message.payload)
                 if message.kind != "alive":
                     self._on_message(self, message)
+        except EOFError:  # it may still read
+            pass
         except BlockingIOError:
+            self._is_heard = False
             reason = f"it was silent for {self._patience:g} s"
-        except (EOFError, OSError, ValueError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - a reader that ends unheard is awaited for ever
+            self._is_heard = False
             reason = f"{reason} ({error})" if str(error) else reason
-        self._outbox.put(None)
-        self._writer.join(self._patience)
+        self.close()
         self._connection.close()
         self._on_lost(self, reason)
 
@@ -80,6 +88,8 @@ class Peer:
         # Closed at once, what the other end has not read yet could be lost with what it sends.
         with suppress(OSError), _socket_of(self._connection) as client:
             client.shutdown(socket.SHUT_WR)
+            if self._is_heard:
+                _wait_until_sent(client, self._patience)
 
     def _next(self) -> Message | None:
         try:
@@ -91,3 +101,27 @@ class Peer:
 def _socket_of(connection: Connection) -> socket.socket:
     """Another descriptor of the same connection."""
     return socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+
+
+def _wait_until_sent(client: socket.socket, patience: float) -> None:
+    """Wait until the other end has all: what this process leaves behind may not arrive."""
+    deadline, before = monotonic() + patience, -1
+    while (unsent := _unsent(client)) and monotonic() < deadline:
+        if unsent != before:
+            deadline, before = monotonic() + patience, unsent
+        sleep(POLL_INTERVAL)
+
+
+def _unsent(client: socket.socket) -> int:
+    """Bytes that the other end has not acknowledged; 0 where it is gone, or that is not known."""
+    if sys.platform != "linux" or _is_reset(client):
+        return 0
+    import fcntl  # of Unix alone
+    import termios
+
+    count = fcntl.ioctl(client, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(count, sys.byteorder)
+
+
+def _is_reset(client: socket.socket) -> bool:
+    return client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -74,6 +74,30 @@ class Place:
             ) from error
         except (OSError, EOFError, ValueError):
             return None
+
+    def refusal(
+        self, worker: int, is_there: bool, own: Mapping[str, str], theirs: Mapping[str, str]
+    ) -> str:
+        """Say why another worker cannot follow this one; ``""`` if it can. Pure.
+
+        Args:
+            is_there: a process that is this worker takes part.
+            own, theirs: what must be alike: name → short text.
+        """
+        for name, text in own.items():
+            if theirs.get(name) != text:
+                return (
+                    f"worker {worker} has {name} {theirs.get(name)}, and worker {self.worker}, "
+                    f"which leads, has {text}. Their means would be of unlike things. Start all "
+                    "workers with one recipe or program."
+                )
+        if worker not in self.others or is_there:
+            return (
+                f"two processes are worker {worker}. Give each a number of its own, from 0 to "
+                f"{len(self.addresses) - 1}; where a lost worker was started again, try again in "
+                f"{self.patience:g} s."
+            )
+        return ""
 
 
 class Waited:

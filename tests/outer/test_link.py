@@ -1,0 +1,135 @@
+"""Links of workers in one process: what a broken peer does, and what a leader that leaves does."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+
+import pytest
+
+from shardwise.comm.machine.peer_connection import Message, receive, send
+from shardwise.outer.link import Link
+from shardwise.outer.peer import Peer
+from shardwise.outer.place import Place
+from shardwise.outer.tally import Key
+from tests.outer.test_diloco import free_addresses
+
+NBYTES = 8
+
+
+@pytest.fixture(name="places")
+def _places() -> list[Place]:
+    pairs = (address.split(":") for address in free_addresses(2))
+    addresses = [(host, int(port)) for host, port in pairs]
+    return [Place(addresses, number, b"secret", 1.0, 5.0) for number in range(2)]
+
+
+@pytest.fixture(name="leader")
+def _leader(places: list[Place]) -> Iterator[Link]:
+    with ExitStack() as stack:
+        link = Link(places[0], {}, {"a": NBYTES}, lambda _key, parts: parts[0])
+        stack.callback(link.close)
+        assert link.find("", first=False) == "lead"
+        yield link
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def join(place: Place) -> Connection:
+    """A connection of worker 1 that has asked to take part."""
+    connection = place.connect(0)
+    send(connection, Message("join", {"worker": 1, "digest": "", "facts": {}}))
+    return connection
+
+
+def admitted(leader: Link) -> None:
+    joining = None
+    while joining is None:
+        joining = leader.joining(0, expected=False)
+        time.sleep(0.01)
+    leader.admit(joining, [])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Message("part", {"unit": "a", "update": 0}, b"short"),
+        Message("part", {"unit": "another", "update": 0}, bytes(NBYTES)),
+        Message("part", {}, bytes(NBYTES)),
+        Message("part", {"unit": ["a"], "update": 0}, bytes(NBYTES)),
+    ],
+)
+def test_a_worker_that_sends_what_no_part_is_is_lost_and_stops_nobody(
+    leader: Link, places: list[Place], part: Message
+) -> None:
+    connection = join(places[1])
+    admitted(leader)
+    send(connection, Message("ready", {}))
+    wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
+    leader.send(Key("a", 0), bytes(NBYTES))
+    send(connection, part)
+    assert leader.receive(Key("a", 0)) == bytes(NBYTES)
+    assert leader.present == [0]
+    connection.close()
+
+
+def test_a_leader_without_descriptors_for_a_moment_is_reached_later(
+    leader: Link, places: list[Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, threading.Event()
+
+    def accept_later(listener: socket.socket) -> tuple[socket.socket, object]:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    assert places[1].ask(0)  # of the accept that waits already
+    failed.wait(5)
+    assert places[1].ask(0)
+
+
+def test_a_worker_that_joined_one_who_leads_no_more_is_sent_away(
+    leader: Link, places: list[Place]
+) -> None:
+    connection = join(places[1])
+    joining = None
+    while joining is None:
+        joining = leader.joining(0, expected=False)
+    leader.leave()
+    leader.admit(joining, [])
+    with pytest.raises(EOFError):
+        receive(connection)
+    connection.close()
+    assert leader.joining(0, expected=True) is None  # it waits for nobody
+
+
+def test_a_close_waits_for_the_last_mean_to_arrive() -> None:
+    """The other end reads late, and the connection is closed as soon as all is handed over."""
+    one, other = socket.create_server(("127.0.0.1", 0)), None
+    client = socket.create_connection(one.getsockname())
+    other, _ = one.accept()
+    one.close()
+    peer = Peer(Connection(client.detach()), 1, 2.0, lambda *_: None, lambda *_: None)
+    peer.start()
+    peer.send(Message("mean", {}, bytes(20_000_000)))
+    closing = threading.Thread(target=peer.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    theirs = Connection(other.detach())
+    assert len(receive(theirs).payload) == 20_000_000
+    closing.join(5)
+    assert not closing.is_alive()
+    theirs.close()
