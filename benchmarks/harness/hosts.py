@@ -133,7 +133,18 @@ def _join(switch: Sequence[str], number: int, process: int, host: Host) -> None:
 
 
 def _entering(process: int) -> list[str]:
-    return ["nsenter", "--target", str(process), "--net", "--mount", "--uts", "--pid", "--", *BOUND]
+    return [
+        "nsenter",
+        "--target",
+        str(process),
+        "--net",
+        "--mount",
+        "--uts",
+        "--pid",
+        "--wd",
+        "--",
+        *BOUND,
+    ]
 
 
 def _run(*words: str) -> str:
