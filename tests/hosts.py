@@ -34,6 +34,22 @@ needs_hosts = pytest.mark.skipif(
 )
 
 
+ENTER = """
+import ctypes, os, platform, runpy, socket, subprocess, sys
+space, name, hosts, *words = sys.argv[1:]
+libc = ctypes.CDLL(None, use_errno=True)
+with open(f"/run/netns/{space}") as file:
+    assert libc.setns(file.fileno(), 0x40000000) == 0, os.strerror(ctypes.get_errno())
+assert libc.unshare(0x04000000 | 0x00020000) == 0, os.strerror(ctypes.get_errno())
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True)
+socket.sethostname(name)
+platform._uname_cache = None
+sys.argv = ["shardwise", *words]
+runpy.run_module("shardwise.cli", run_name="__main__", alter_sys=True)
+"""
+
+
 class Host(NamedTuple):
     """A namespace with a name of its own."""
 
@@ -51,21 +67,16 @@ class Host(NamedTuple):
         words = ["tc", "-n", self.space, *["qdisc", "add", "dev", "eth0", "root"], *command.split()]
         subprocess.run(words, check=True)
 
-    def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
-        """A program of this host, whose output is read together."""
-        inside = f'mount --bind {self.etc_hosts} /etc/hosts && hostname {self.name} && exec "$@"'
-        into = ("ip", "netns", "exec", self.space)
+    def shardwise(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+        """The command line of this tree on this host; forked where a test is."""
+        place = (self.space, self.name, str(self.etc_hosts))
         return subprocess.Popen(
-            [*into, *("unshare", "--uts", "--mount", "sh", "-c", inside, "sh"), *words],
+            [sys.executable, "-c", ENTER, *place, *words],
             env=_clean(os.environ) | {"OMP_NUM_THREADS": "1"} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-
-    def shardwise(self, *words: str, **variables: str) -> subprocess.Popen[str]:
-        """The command line of this tree on this host."""
-        return self.start(sys.executable, "-m", "shardwise.cli", *words, **variables)
 
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.doctor.listeners import listeners
 from shardwise.recipe.read import read_recipe, to_yaml
 from shardwise.recipe.recipe import keys
 from shardwise.train.job import Job
@@ -512,6 +513,12 @@ def test_what_is_replaced_is_replaced_once_and_not_again_after_a_crash(
 
 
 @pytest.mark.spawn
+def family(pid: int) -> list[int]:
+    """A process, and all that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
+    return [pid, *(one for child in children for one in family(int(child)))]
+
+
 @forked
 def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
     tmp_path: Path,
@@ -525,17 +532,20 @@ def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
         text=True,
     )
     said: list[str] = []
+    waited_for: list[tuple[str, int]] = []
     with process:
         for line in process.stdout or ():
             said.append(line.strip())
             saves = sum(told.startswith("saved") for told in said) * line.startswith("saved")
             if line.startswith("step  2/40"):
+                waited_for += [(one.address, one.port) for one in listeners(family(process.pid))]
                 process.send_signal(signal.SIGUSR1)
             elif saves == 1:
                 (tmp_path / "run" / "save").touch()
             elif saves == 2:
                 process.send_signal(signal.SIGTERM)
     assert process.returncode == 75, "\n".join(said)
+    assert {address for address, _ in waited_for} == {"127.0.0.1"}  # the store's, and gloo's
     assert not (tmp_path / "run" / "save").exists()
     assert sum(line.startswith("saved") for line in said) == 3
     stopped = said[-1]

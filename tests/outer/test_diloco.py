@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
+from shardwise.doctor.listeners import listeners
 from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.outer.diloco import DiLoCo
 from shardwise.outer.link import Link
@@ -112,6 +114,7 @@ def test_averaging_after_each_step_is_the_synchronous_run(strategy: str) -> None
         net, sharded = worker.model(strategy)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         outer = worker.outer(sharded, optimizer, every=1, **AVERAGE)
+        assert {one.address for one in listeners([os.getpid()])} == {"127.0.0.1"}
         worker.steps(net, optimizer, outer, range(5))
         outer.close()
         return state(net)

@@ -17,7 +17,7 @@ import torch
 from shardwise.comm.machine.accelerators import Accelerator, row
 from shardwise.comm.machine.devices import detect
 from shardwise.comm.machine.endpoint import addresses_of, own_endpoint
-from shardwise.comm.machine.environment import Launch
+from shardwise.comm.machine.environment import Launch, local_size
 from shardwise.comm.machine.interfaces import interface_to, interfaces
 from shardwise.comm.machine.run_token import run_token
 from shardwise.config.version import __version__
@@ -41,6 +41,7 @@ class Meets:
         here: interface → address, of this host.
         chosen: variable → the interface that it names.
         route: the interface that leads there; ``""`` if none does.
+        several: there are other nodes, as the launcher says.
         is_first: rank 0 is here, and serves the store itself.
         holder: the program that listens at that port here already.
         has_token: the run has a token.
@@ -54,6 +55,7 @@ class Meets:
     here: Mapping[str, str]
     chosen: Mapping[str, str]
     route: str
+    several: bool = True
     is_first: bool = False
     holder: str = ""
     has_token: bool = True
@@ -107,6 +109,7 @@ def meets(launch: Launch, serves: bool, environ: Mapping[str, str]) -> Meets:
         here,
         _chosen(environ, detect(), here),
         route,
+        (local_size(environ) or launch.size) < launch.size,
         is_first=serves,
         holder=_holder(launch.port) if serves else "",
         has_token=bool(run_token()),

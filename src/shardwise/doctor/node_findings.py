@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from ipaddress import ip_address
 from typing import NamedTuple
 
 from shardwise.comm.machine.endpoint import is_loopback
@@ -65,7 +64,7 @@ def _name(seen: Meets) -> Iterator[Finding]:
 
 
 def _endpoint(seen: Meets) -> Iterator[Finding]:
-    if seen.rank or not seen.resolved or not seen.here:
+    if seen.rank or not (seen.several and seen.resolved and seen.here):
         return
     own = [one for name, one in seen.here.items() if not is_loopback(one)]
     if set(own) & set(seen.resolved) or not own:
@@ -74,12 +73,14 @@ def _endpoint(seen: Meets) -> Iterator[Finding]:
     best = own[0] if is_loopback(best) else best
     change = f"--master {_with_port(best, seen.port)} (MASTER_ADDR) on all nodes"
     if is_loopback(seen.resolved[0]):
+        is_name = seen.name not in (*seen.resolved, "localhost")
         yield Finding(
             f"{seen.name} is {seen.resolved[0]} on node-rank 0, {seen.host}, so the endpoint is "
             "its loopback interface",
-            f"other nodes reach themselves at a loopback address; rank 0 listens at {best}",
+            "other nodes reach themselves at a loopback address"
+            + f"; rank 0 listens at {best}" * is_name,
             change,
-            stops=_is_address(seen.name),
+            stops=not is_name,
         )
     else:
         yield Finding(
@@ -126,13 +127,6 @@ def unreached(seen: Meets, problem: str) -> Finding:
         "with an address of a network that both have (ip route get "
         f"{[*seen.resolved, seen.name][0]})",
     )
-
-
-def _is_address(text: str) -> bool:
-    try:
-        return bool(ip_address(text))
-    except ValueError:
-        return False
 
 
 def _with_port(host: str, port: int) -> str:

@@ -88,11 +88,12 @@ def examine(launch: Launch, timeout: float, folder: Path, tell: Tell) -> Report:
         tell([unreached(seen, why)])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     meeting = Meeting(launch, serves, timeout, attempt)  # rank 0's store ends with it
-    board = meeting.store()
     try:
+        board = meeting.store()
         with ExitStack() as stack:
             return _Examination(launch, seen, board, folder, stack).run()
-    except ShardwiseError:
+    except ShardwiseError as error:
+        meeting.fail(error)
         raise
     except RuntimeError as error:  # of torch's store
         raise RanksDisagree(

@@ -78,8 +78,7 @@ def connect(
         name = load_backend(accelerator).name
         dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
         return LocalComm(this_device, Shutdown(callback=dist.destroy_process_group))
-    launch = on_one_host(launch, os.environ)
-    is_first = launch.rank == 0
+    launch, is_first = on_one_host(launch, os.environ), launch.rank == 0
     choose_interface(accelerator, own_endpoint(launch, os.environ) if is_first else launch.address)
     backend, open_axes = load_backend(accelerator), partial(_new_axes, this_device.type, timeout)
     serves = is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

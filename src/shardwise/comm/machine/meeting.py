@@ -67,9 +67,9 @@ class Meeting:
         self._since, self._next_warning, self._next_look = monotonic(), FIRST_WARNING, 0.0
         # Of lines with a rank and its process, which is 0 once it is connected.
         self._processes = f"host/{proc_namespace()}"
-        number = f"{attempt}/{next(_meetings)}"
-        self._prefix = f"shardwise/{derived(run_token(), 'meeting')}/{number}/"
-        self._fingerprint = derived(run_token(), "fingerprint")
+        number, token = f"{attempt}/{next(_meetings)}", run_token()
+        self._prefix = f"shardwise/{derived(token, 'meeting')}/{number}/"
+        self._fingerprint = derived(token, "fingerprint")
         # Of lines that all processes write, those with another token, too: see ``_refuse``.
         self._arrivals = f"shardwise/arrivals/{number}"
         self._store: Store | None = None
@@ -174,8 +174,8 @@ class Meeting:
     def _refuse(self) -> str:
         """Name the processes of another token; raise if this one is of them, as rank 0 decides."""
         assert self._client is not None
-        lines = self._client.get(self._arrivals).decode().splitlines()
-        arrived = [line.split(" ", 2) for line in lines]
+        lines = self._client.get(self._arrivals).decode()
+        arrived = [line.split(" ", 2) for line in lines.splitlines()]
         first = next((one for one in arrived if one[0] == "0"), None)
         if first is not None and first[1] != self._fingerprint:
             raise ConfigError(
@@ -183,10 +183,10 @@ class Meeting:
                 f"another one than that of rank 0, {first[2]}. Set {RUN_TOKEN} to the same secret "
                 "on all ranks, or give each run a MASTER_PORT of its own."
             )
-        foreign = [one for one in arrived if one[1] != self._fingerprint]
         return "".join(
             f"; {name} says that it is rank {rank}, with another {RUN_TOKEN}, and is not let in"
-            for rank, _, name in foreign
+            for rank, fingerprint, name in arrived
+            if fingerprint != self._fingerprint
         )
 
     def _appear(self, store: Store) -> None:
@@ -232,7 +232,7 @@ class Meeting:
         missing = [rank for rank in ranks if not self._store.check([f"rank/{rank}"])]
         verb = "is" if len(missing) == 1 else "are"
         who = f"{format_ranks(missing)} {verb} not there" if missing else "all are there"
-        return f"{who}{self._refuse()}"
+        return who + self._refuse()
 
     def _carry_out(self, call: Callable[[], T]) -> T:
         return call()
