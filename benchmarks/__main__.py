@@ -13,6 +13,7 @@ import benchmarks.foresight.run
 import benchmarks.gpu.run
 import benchmarks.mutants.run
 import benchmarks.scorecard.run
+import benchmarks.slowlinks.run
 import benchmarks.start.run
 import benchmarks.step.run
 from benchmarks.harness.command import command, follow, log
@@ -30,7 +31,17 @@ def main(context: click.Context) -> None:
 
 
 PLANNED = ("foresight",)  # nothing is run, for it judges forecasts
-RUN = ("step", "gpu", "checkpoint", "faults", "finetune", "mutants", "scorecard", "start")
+RUN = (
+    "step",
+    "gpu",
+    "checkpoint",
+    "faults",
+    "finetune",
+    "mutants",
+    "scorecard",
+    "slowlinks",
+    "start",
+)
 for name in (*PLANNED, *RUN):
     module = getattr(benchmarks, name).run
     main.add_command(command(name, module.Config, module.run))

@@ -50,6 +50,7 @@ class Host:
         self.name, self.address = f"host{number}", f"10.77.0.{number + 1}"
         self._port, self._switch = f"port{number}", switch
         self._enter = _entering(process)
+        self._started: list[subprocess.Popen[Any]] = []
 
     def command(self, *words: str) -> list[str]:
         """The command that runs ``words`` on this host."""
@@ -57,7 +58,13 @@ class Host:
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[Any]:
         """Start a program on this host. It ends with the host; options are those of ``Popen``."""
-        return subprocess.Popen(self.command(*words), **options)  # noqa: S603
+        self._started.append(subprocess.Popen(self.command(*words), **options))  # noqa: S603
+        return self._started[-1]
+
+    def wait(self) -> None:
+        """Wait until all that was started has ended."""
+        for process in self._started:
+            process.wait()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that went over its cable, with all headers: ``sent`` and ``received``."""
@@ -103,7 +110,12 @@ def hosts(count: int, mbits: float = 0.0) -> Iterator[list[Host]]:
             _join(switch, number, process, made[-1])
             if mbits:
                 made[-1].limit(mbits)
-        yield made
+        try:
+            yield made
+        finally:
+            stack.close()
+            for host in made:
+                host.wait()
 
 
 @contextmanager
