@@ -93,7 +93,8 @@ def _show(report: Report, launch: Launch, path: Path) -> None:
         _tell(report.findings)
         click.echo("\n".join(["", *_node_lines(report), "", *_link_lines(report)]))
         path.write_text(json.dumps(report.as_json(), indent=2) + "\n", "utf-8")
-        click.echo(f"\nwritten   {path}: shardwise plan --machines {path} --link measured …")
+        use = f": shardwise plan --machines {path} --link measured …" if report.links else ""
+        click.echo(f"\nwritten   {path}{use}")
     elif launch.local_rank == 0:
         click.echo(f"rank {launch.rank}    {len(report.findings)} findings; rank 0 prints them")
     if problems:
