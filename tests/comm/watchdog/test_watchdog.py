@@ -345,7 +345,7 @@ def test_a_store_that_is_gone_is_said_to_be_gone() -> None:
     assert interrupted.wait(60)
     text = reason(mine)
     assert text.startswith("rank 1 is gone, and the store of the ranks does not")
-    assert "The process that served it, rank 0 or the launcher, has ended." in text
+    assert "The process that served it, rank 0 or the launcher, has ended or is frozen." in text
     mine.leave("the test is over")
     beside.leave("the test is over")
 

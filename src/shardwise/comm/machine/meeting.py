@@ -32,6 +32,7 @@ from shardwise.comm.machine.environment import Launch
 from shardwise.comm.machine.run_token import RUN_TOKEN, derived, run_token
 from shardwise.comm.transports.shared_memory import proc_namespace
 from shardwise.comm.watchdog.desync import format_ranks
+from shardwise.comm.watchdog.heartbeat import Heartbeats
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
 
 T = TypeVar("T")
@@ -73,6 +74,8 @@ class Meeting:
         # Of lines that all processes write, those with another token, too: see ``_refuse``.
         self._arrivals = f"shardwise/arrivals/{number}"
         self._store: Store | None = None
+        self._beats: Heartbeats | None = None
+        self._frozen: dict[int, float] = {}  # ranks that send no heartbeats, and for how long
         self._client: Store | None = None
 
     def store(self) -> Store:
@@ -86,6 +89,7 @@ class Meeting:
         line = f"{self._launch.rank} {self._fingerprint} {self._name}\n"
         client.append(self._arrivals, line)  # type: ignore[attr-defined]
         self._store = PrefixStore(self._prefix, client)
+        self._beats = Heartbeats(self._store, self._launch.rank)
         self._appear(self._store)
         while not self._all_are_there(self._store):
             self._check(self._missing)
@@ -218,6 +222,8 @@ class Meeting:
         with suppress(RuntimeError):  # rank 0 may have closed the store, once all are connected
             line = f"{self._launch.rank} {pid}\n"
             self._store.append(self._processes, line)  # type: ignore[attr-defined]
+            if self._beats is not None and not pid:
+                self._beats.end()
 
     def _all_are_there(self, store: Store) -> bool:
         try:
@@ -250,15 +256,17 @@ class Meeting:
         waited = monotonic() - self._since
         if failure := self._read_failure():
             raise RanksDisagree(f"{failure}. Nothing has started.")
+        frozen = self._frozen
+        silent = self._beats.describe(frozen, frozen) if frozen and self._beats else ""
         if waited > self._timeout:
             raise RanksDisagree(
                 f"the ranks did not all connect to {self._place} within {self._timeout:,.0f} s: "
-                f"{why()}. {CHECKS}"
+                f"{why()}. {CHECKS}{silent}"
             )
         if waited >= self._next_warning:
             self._next_warning += min(self._next_warning, LONGEST_INTERVAL)
             who = f"rank {self._launch.rank} has waited {waited:,.0f} s to meet the others"
-            log.warning("%s at %s: %s", who, self._place, why())
+            log.warning("%s at %s: %s%s", who, self._place, why(), silent)
 
     def _read_failure(self) -> str:
         try:
@@ -275,6 +283,9 @@ class Meeting:
             return ""
         self._next_look = now + LOOK_INTERVAL
         self._refuse()
+        if self._beats is not None:
+            self._beats.send()
+            self._frozen = self._beats.look(self._launch.size)
         lines = self._store.get(self._processes).decode().splitlines()
         for rank, pid in dict(line.split() for line in lines).items():
             if _has_ended(pid):

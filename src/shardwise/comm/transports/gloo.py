@@ -10,13 +10,10 @@ through a second buffer and send a reduce-scatter as an all-reduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import chain
-from queue import SimpleQueue
-from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -29,7 +26,8 @@ from shardwise.comm.machine.meeting import new_client, on_thread
 from shardwise.comm.transports.messages import MessagesComm
 from shardwise.comm.transports.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog.desync import NO_TAG, PROBE_TAG, Collective
-from shardwise.comm.watchdog.watchdog import POLL_INTERVAL, Wait, Watchdog, weakly
+from shardwise.comm.watchdog.waits_in_cpp import WaitsInCpp
+from shardwise.comm.watchdog.watchdog import Wait, Watchdog, weakly
 
 IMMEDIATELY = timedelta(milliseconds=1)
 LONG = 256 << 10  # bytes of a collective from which a message may come in parts
@@ -119,8 +117,8 @@ class GlooComm(MessagesComm):
                 raise self._watchdog.explain(error, peer) from error
 
     @cached_property
-    def _waits(self) -> _WaitsInCpp:
-        return _WaitsInCpp()
+    def _waits(self) -> WaitsInCpp:
+        return WaitsInCpp()
 
     def _interrupt(self) -> None:
         if self._group is not None:
@@ -144,34 +142,3 @@ def probe_connection(group: Any, peer: int) -> None:
     When it closes, gloo fails messages that have not begun, and leaves one that has to its timeout.
     """
     group.send([torch.empty(1)], peer, PROBE_TAG)
-
-
-class _WaitsInCpp:
-    """A thread that waits for gloo, so that this rank's own can be woken."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], object], Future[None]] | None] = SimpleQueue()
-        Thread(target=_carry_out, args=(self._calls,), name="shardwise-wait", daemon=True).start()
-
-    def carry_out(self, call: Callable[[], object], check: Callable[[], None]) -> None:
-        """Return when ``call`` has returned on the thread; meanwhile ``check`` may raise."""
-        ended: Future[None] = Future()
-        self._calls.put((call, ended))
-        while True:
-            with suppress(TimeoutError):
-                return ended.result(POLL_INTERVAL)
-            check()
-
-    def __del__(self) -> None:
-        self._calls.put(None)
-
-
-def _carry_out(calls: SimpleQueue[tuple[Callable[[], object], Future[None]] | None]) -> None:
-    while item := calls.get():
-        call, ended = item
-        try:
-            call()
-            ended.set_result(None)
-        except RuntimeError as error:
-            ended.set_exception(error)
-        del item, call, ended  # the work is the waiting thread's

@@ -40,6 +40,15 @@ class Heartbeats:
         text = ", ".join(filter(None, [*said, user_call(self._caller)]))
         beat = [str(self._sent), text, stack_of(self._caller)]
         self._store.set(f"alive/{self._rank}", json.dumps(beat))
+        self.look(1)  # of rank 0, which may serve the store, so that it is known if that is silent
+
+    def end(self) -> None:
+        """Send none any more: the silence of this rank is no sign."""
+        self._store.set(f"alive/{self._rank}", json.dumps(["", "connected", ""]))
+
+    def last(self, rank: int) -> str:
+        """The text of the last heartbeat that was seen of a rank."""
+        return self._seen[rank][0][1] if rank in self._seen else "no heartbeat yet"
 
     def look(self, size: int) -> dict[int, float]:
         """The ranks that have sent nothing new for three intervals, and for how many seconds."""
@@ -48,18 +57,18 @@ class Heartbeats:
                 beat = json.loads(self._store.get(key))
                 if rank not in self._seen or self._seen[rank][0][0] != beat[0]:
                     self._seen[rank] = beat, monotonic()
-        ages = {rank: monotonic() - since for rank, (_, since) in self._seen.items()}
+        ages = {rank: monotonic() - since for rank, (beat, since) in self._seen.items() if beat[0]}
         return {rank: age for rank, age in ages.items() if age > 3 * INTERVAL}
 
     def describe(self, ranks: Iterable[int], silent: Mapping[int, float]) -> str:
         """A line for each of ``ranks``, the silent ones first, and one for each stack."""
         lines = list[str]()
         for rank in sorted(ranks, key=lambda rank: rank not in silent)[:MOST]:
-            last, how = self._seen[rank][0][1] if rank in self._seen else "no heartbeat yet", "runs"
+            how = "runs"
             if rank in silent:
                 how = f"has sent no heartbeat for {silent[rank]:.0f} s: it is frozen, or its host "
                 how += "cannot be reached. The last one"
-            lines.append(f"rank {rank} {how}: {last}")
+            lines.append(f"rank {rank} {how}: {self.last(rank)}")
         for stack in by_ranks({rank: beat[2] for rank, (beat, _) in self._seen.items()}):
             lines.append(f"stack of {stack}")
         return "".join(f"\n  {line}" for line in lines)

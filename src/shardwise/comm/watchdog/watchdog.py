@@ -18,8 +18,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic, sleep
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -28,7 +29,10 @@ from shardwise.comm.watchdog import desync, heartbeat
 from shardwise.comm.watchdog.call_site import user_call
 from shardwise.comm.watchdog.desync import Collective, RankProgress
 from shardwise.comm.watchdog.heartbeat import Heartbeats
+from shardwise.comm.watchdog.waits_in_cpp import GLANCE, WaitsInCpp
 from shardwise.errors import RanksDisagree
+
+T = TypeVar("T")
 
 POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
 FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
@@ -83,6 +87,7 @@ class Watchdog:
         self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
         self._caller = threading.get_ident()  # whose stack has the user's program
         self._stop = threading.Event()
+        self._waits, self._silence = WaitsInCpp(), 0.0  # of the store, in seconds
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
@@ -164,6 +169,7 @@ class Watchdog:
         """Fail the group on every rank, with the first reason that any rank published."""
         if not self.failure:
             try:
+                self._check_store()
                 self.failure = self._store.compare_set("verdict", "", reason).decode()
             except RuntimeError:
                 self.failure = reason
@@ -177,6 +183,7 @@ class Watchdog:
             return self.fail(self.failure)
         waiting = {self._rank: self._recent[-1] if self.waits is None else self.waits.collective}
         try:
+            self._check_store()
             # A rank publishes its reason before it closes connections, unless it was killed.
             if verdict := self._read("verdict"):
                 return self.fail(verdict)
@@ -196,9 +203,11 @@ class Watchdog:
         self._stop.set()
         if self._thread is not threading.current_thread():  # which may have found a comm unused
             self._thread.join()
+            self._waits.close()
         closed = f"rank {self._rank} has left this process group ({reason})."
         self.failure = self.failure or closed
         try:
+            self._check_store()
             self._publish(ended=reason)
             deadline = monotonic() + linger
             while monotonic() < deadline and not self._all_ended():
@@ -244,10 +253,13 @@ class Watchdog:
         if self.failure or monotonic() < self._next_beat:
             return
         try:
-            self._heartbeats.send(self._recent[-1].details if self._recent else "")
+            last = self._recent[-1].details if self._recent else ""
+            self._ask(partial(self._heartbeats.send, last))
             self._next_beat = monotonic() + heartbeat.INTERVAL
-        except RuntimeError:  # the store is gone, which a rank that does not wait need not know
+        except RuntimeError as error:  # a rank that does not wait needs no store
             self._next_beat = float("inf")
+            if self._silence and (waits := self.waits):
+                self.fail(_without_store(error, waits.collective, waits.peer))
 
     def _present(self) -> Wait | None:
         """The oldest wait that goes on; on a device, from when the one before it had ended."""
@@ -261,14 +273,17 @@ class Watchdog:
 
     def _check(self, waits: Wait, age: float) -> tuple[str, str]:
         """Say why the wait can never complete (or ``""``), and the warning of ``still_waiting``."""
-        collective = waits.collective
         try:
-            self._publish(waits=collective.seq)
-            progress = self._read_progress()
-            silent = self._heartbeats.look(self.size)
-            reason = self._failed_before() or self._read("verdict") or desync.diagnose(progress)
+            return self._ask(partial(self._look, waits, age))
         except RuntimeError as error:
-            return _without_store(error, collective, waits.peer), ""
+            return _without_store(error, waits.collective, waits.peer), ""
+
+    def _look(self, waits: Wait, age: float) -> tuple[str, str]:
+        collective = waits.collective
+        self._publish(waits=collective.seq)
+        progress = self._read_progress()
+        silent = self._heartbeats.look(self.size)
+        reason = self._failed_before() or self._read("verdict") or desync.diagnose(progress)
         if waits.peer is None:
             missing = desync.missing_ranks(progress, self.size, collective)
         else:
@@ -281,6 +296,33 @@ class Watchdog:
         return reason, text and text + self._heartbeats.describe(missing or silent, silent)
 
     # --- the store -------------------------------------------------------------------------
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """The result of a call of the store; if it is long in coming, say so once."""
+        silence = 0.0
+
+        def look() -> None:
+            nonlocal silence
+            silence += GLANCE  # no clock: this process may have been frozen itself
+            if self._stop.is_set() or silence > max(self._timeout, FIRST_WARNING):
+                raise RuntimeError(f"no answer within {silence:,.0f} s")
+            before, self._silence = self._silence, silence if silence > FIRST_WARNING else 0.0
+            if self._silence and not before:
+                log.warning(
+                    "%sthe store of the ranks has not answered for %.0f s: the process that serves "
+                    "it, rank 0 or the launcher, is frozen, or its host cannot be reached. Rank "
+                    "0's last heartbeat: %s",
+                    *(self._where, silence, self._heartbeats.last(0)),
+                )
+
+        result = self._waits.carry_out(call, look)
+        self._silence = 0.0
+        return result
+
+    def _check_store(self) -> None:
+        """Raise ``RuntimeError`` while the store is silent: another call would wait, too."""
+        if self._silence:
+            raise RuntimeError("it is silent")
 
     def _publish(self, waits: int | None = None, ended: str = "") -> None:
         call = "" if ended else user_call(self._caller)
@@ -328,6 +370,7 @@ def _without_store(error: BaseException, collective: Collective, peer: int | Non
     subject = "" if peer is None else f"rank {peer} is gone, and "
     return (
         f"{subject}the store of the ranks does not answer any more ({error}) while this rank waits "
-        f"at {collective.details}. The process that served it, rank 0 or the launcher, has ended. "
-        "This group cannot be used any more. Read that process's own output, then start again."
+        f"at {collective.details}. The process that served it, rank 0 or the launcher, has ended "
+        "or is frozen. This group cannot be used any more. Read that process's own output, then "
+        "start again."
     )
