@@ -61,7 +61,7 @@ class Config:
     links: tuple[int, ...] = setting((50, 200, 1_000), "megabits a second", least=1)
     methods: tuple[str, ...] = setting(tuple(METHODS), "which", known=METHODS)
     target: float = setting(2.78, "loss of validation; over the first link alone")
-    most: int = setting(160, "steps of a run over the first link; half as many where sharded")
+    most: int = setting(200, "steps of a run over the first link; half as many where sharded")
     steps: int = setting(12, "steps of a run over other links; DiLoCo: a round, and 40 at least")
 
 
