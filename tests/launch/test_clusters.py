@@ -80,7 +80,7 @@ def losses_in(folder: Path) -> dict[int, float]:
     return found
 
 
-def wait_for(there: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(there: Callable[[], object], seconds: float = 300) -> None:
     until = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < until

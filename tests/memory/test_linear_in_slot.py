@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
-from shardwise.memory import gradients, linear_in_slot
+from shardwise.memory import grad_hooks, linear_in_slot
 from tests.copies import local
 from tests.nets import numbers
 from tests.ranks import run_sharing, run_threads
@@ -108,7 +108,7 @@ def test_gradients_have_the_bits_of_the_ordinary_way(
 def test_no_gradient_that_comes_once_is_copied(
     precision: sw.Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "SMALL", 1)
+    monkeypatch.setattr(grad_hooks, "SMALL", 1)
 
     def rank(comm: Comm) -> None:
         model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 5, bias=False))

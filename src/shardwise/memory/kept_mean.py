@@ -14,8 +14,6 @@ from torch import Tensor
 from shardwise.plan.spec import BucketSpec
 from shardwise.torch_internals import storage_key, storage_uses, tensor_uses, untracked_views
 
-LARGEST = 1 << 17  # bytes; of a larger one the memory counts for more than the time
-
 
 class KeptMean:
     """The last mean that was cut, ``[S]``, if it ``keeps`` one."""
@@ -44,10 +42,8 @@ class KeptMean:
 
 
 def kept_mean(spec: BucketSpec) -> KeptMean:
-    """A bucket's: it keeps one if the only sum that is formed is the mean, in memory of its own."""
-    is_mean = len(spec.averages) == 1 and spec.dtypes.sum is spec.dtypes.stored
-    is_ours = spec.shard.size > 1 and spec.copies == 1 and not spec.in_host
-    return KeptMean(spec.rest_views, is_mean and is_ours and spec.rest_nbytes <= LARGEST)
+    """A bucket's."""
+    return KeptMean(spec.rest_views, spec.keeps_mean)
 
 
 _ALONE = next(map(getrefcount, [object()]))  # of what is in one list

@@ -28,6 +28,8 @@ from shardwise.plan.schedule.events import Policy, UnitBytes
 from shardwise.plan.units.units import Member, Unit
 from shardwise.plan.views import Views
 
+LARGEST_KEPT = 1 << 17  # bytes of a mean whose memory is kept
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -167,6 +169,13 @@ class BucketSpec:
     def rest_nbytes(self) -> int:
         """Bytes that this rank holds at rest, as stored."""
         return self.layout.shard_numel * self.dtypes.stored.itemsize
+
+    @property
+    def keeps_mean(self) -> bool:
+        """Is the memory of the mean kept for the next step? Of a larger one it counts for more."""
+        is_mean = len(self.averages) == 1 and self.dtypes.sum is self.dtypes.stored
+        is_ours = self.shard.size > 1 and self.copies == 1 and not self.in_host
+        return self.trainable and is_mean and is_ours and self.rest_nbytes <= LARGEST_KEPT
 
     @property
     def piece_numel(self) -> int:

@@ -89,6 +89,7 @@ class Bucket:
         self._collects: torch.dtype = spec.dtypes.collected
         self._sent = self._out = self._received = self._mean = self._stored = 0
         self._over_shards = 0  # of the sum over the first axis, while the copies' is on its way
+        self._keeps = spec.keeps_mean
         self._at_rest()
 
     def _add(self, kind: Kind, nbytes: int, in_host: bool = False) -> None:
@@ -110,6 +111,7 @@ class Bucket:
                 joined -= rest  # the shard is a piece of it
         self._add(Kind.JOINED, joined)
         self._add(Kind.PARAMETERS, rest, spec.in_host)
+        self._add(Kind.GRADIENTS, rest if self._keeps else 0)  # of the step before
 
     def load(self) -> None:
         """Copy the shard from host memory."""
@@ -164,7 +166,7 @@ class Bucket:
         spreads = spec.copies > 1 and at == len(spec.averages) - 1
         out_numel = spec.layout.shard_numel if spreads else numel // axis.size
         out = out_numel * reduction.sum.itemsize
-        self._add(Kind.GRADIENTS, out)
+        self._add(Kind.GRADIENTS, 0 if self._keeps else out)
         if encodes:
             sent = travels
             self._add(Kind.BUCKETS, sent)
