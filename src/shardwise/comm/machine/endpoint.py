@@ -23,6 +23,7 @@ from shardwise.comm.machine.interfaces import (
 from shardwise.errors import ConfigError
 
 PROBE_TIMEOUT = 2.0  # seconds in which a port has to answer
+ALL = "0.0.0.0"  # noqa: S104 - of this host, where no interface was chosen
 BACKLOG = 2048  # of the listener, as torch's own
 
 
@@ -69,7 +70,8 @@ def own_endpoint(launch: Launch, environ: Mapping[str, str]) -> str:
     resolved, here = addresses_of(launch.address), interfaces()
     is_name = launch.address not in (*resolved, "localhost")
     chosen = environ.get(GLOO_INTERFACE)
-    outward = [one.address for one in reachable(here) if chosen in (None, one.name)]
+    # Where the host's name is its loopback interface's, others may know it by that or another one.
+    outward = [one.address for one in reachable(here) if chosen == one.name] if chosen else [ALL]
     leads = interface_to(launch.address)
     return own_address(
         resolved,
