@@ -76,7 +76,7 @@ class Gradients:
         self._label = Label("reduce", spec.title)
         for index, param in enumerate(spec.params):
             param.lend_slot = partial(self.lend, index)  # type: ignore[attr-defined]
-        self._kept_mean = kept_mean(spec)
+        self.kept_mean = kept_mean(spec)
 
     @property
     def touched(self) -> set[int]:
@@ -302,7 +302,7 @@ class Gradients:
     def reduce(self) -> None:
         """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
         self._leave()
-        spec, out = self.spec, self._kept_mean.unheld() if self.result is None else None
+        spec, out = self.spec, self.kept_mean.unheld() if self.result is None else None
         full = self.full if self.full is not None else self._open(spec.dtypes.collected)
         if unwritten := {*range(len(self._views))} - self.arrived:
             foreach_zero_([*map(self._views.__getitem__, unwritten)])
@@ -383,7 +383,7 @@ class Gradients:
             self.result, self.stored = self.stored, None
         if (mean := self.mean()) is not None:
             put = set_grad if at_rest else put_grad
-            views, params = self._kept_mean.views(mean), self.spec.params
+            views, params = self.kept_mean.views(mean), self.spec.params
             with disable_torch_function():
                 [*map(put, compress(params, used), compress(views, used))]  # less than a loop
                 for index in self.aside:

@@ -22,6 +22,11 @@ class KeptMean:
         self._cut, self._keeps = cut, keeps
         self._last: tuple[Tensor, list[Tensor], int] | None = None  # it, its views, their number
 
+    @property
+    def memory(self) -> Tensor | None:
+        """The mean that is kept, whoever holds it."""
+        return None if self._last is None else self._last[0]
+
     def unheld(self) -> Tensor | None:
         """Its memory, if nobody else holds it."""
         if self._last is None:

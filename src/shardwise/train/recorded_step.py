@@ -119,7 +119,11 @@ class _Recording:
         yield [bucket.gradients.full for bucket in buckets]
         gradients = [bucket.gradients for bucket in buckets]
         sums = [own.reducing.out for own in gradients if own.reducing is not None]
-        yield [*grads, *sums, *(part for own in gradients for part in (own.result, own.stored))]
+        yield [
+            *grads,
+            *sums,
+            *(part for own in gradients for part in (own.result, own.stored, own.kept_mean.memory)),
+        ]
         yield [value for values in states for value in values if isinstance(value, Tensor)]
 
 
