@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
@@ -38,32 +39,25 @@ def connect(address: Address, token: bytes, patience: float) -> Connection:
         multiprocessing.AuthenticationError: it has another token.
     """
     connection = _over(socket.create_connection(address, CONNECT_TIMEOUT), patience)
-    with closing_on_error(connection):
-        answer_challenge(connection, token)
-        deliver_challenge(connection, token)
-    return connection
+    return _proved(connection, token, (answer_challenge, deliver_challenge))
 
 
 def accept(client: socket.socket, token: bytes, patience: float) -> Connection:
     """A connection of a worker that knows the token; see ``connect``."""
-    connection = _over(client, patience)
-    with closing_on_error(connection):
-        deliver_challenge(connection, token)
-        answer_challenge(connection, token)
+    return _proved(_over(client, patience), token, (deliver_challenge, answer_challenge))
+
+
+def _proved(
+    connection: Connection, token: bytes, proofs: Sequence[Callable[[Connection, bytes], None]]
+) -> Connection:
+    """The connection, after both ends have proved the token in this order; else it is closed."""
+    try:
+        for prove in proofs:
+            prove(connection, token)
+    except BaseException:
+        connection.close()
+        raise
     return connection
-
-
-class closing_on_error:  # noqa: N801 - a context manager is written like a function
-    """Close a connection if the block raises."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._connection.close()
 
 
 def _over(client: socket.socket, patience: float) -> Connection:
