@@ -26,7 +26,7 @@ from hypothesis import settings
 
 from shardwise.plan.units import wrap
 
-wrap.JOINED_NBYTES = 0  # as tests/ranks.py
+wrap.JOINED_NBYTES = wrap.JOINED_TRAINED_NBYTES = -1  # as tests/ranks.py
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_")

@@ -37,7 +37,8 @@ from shardwise.plan.units import wrap
 
 T = TypeVar("T")
 
-wrap.JOINED_NBYTES = 0  # models of tests are small, and each of their blocks is to be a unit
+# Models of tests are small, and each of their blocks is to be a unit.
+wrap.JOINED_NBYTES = wrap.JOINED_TRAINED_NBYTES = -1
 ENVIRONMENT = dict(os.environ)  # before any test has changed it
 HUNG = "it did not end in time, and was killed"
 

@@ -75,7 +75,7 @@ class Sharded:
             warn_of_one_unit(self.model, self.units, self.placement)
 
     def _build(self) -> None:
-        units = units_of(self.model, self.wrap, self.options)
+        units = units_of(self.model, self.wrap, self.placement, self.options)
         given = (self.comm.device, units, self.placement, self.options)
         self._blueprint = draw_on(self._mesh.grid, *given)
         specs = self._blueprint.specs

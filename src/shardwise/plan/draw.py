@@ -65,4 +65,4 @@ def draw(
     name, hybrid = placement.name, placement.hybrid
     shape = shape_of(name, hybrid, world, chosen.mesh, local_size(os.environ))
     grid = Grid.of(rank, world, placement.splits, shape)
-    return draw_on(grid, device, units_of(model, wrap, chosen), placement, chosen)
+    return draw_on(grid, device, units_of(model, wrap, placement, chosen), placement, chosen)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.config.prefetch import Prefetch
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.planner import Planner
+from shardwise.plan.units.wrap import Wrap, automatic, whole
+from tests.plan.forecast.test_repeated import decoder
 from tests.plan.forecast.test_search import question
+
+LAYER = sum(param.nbytes for param in decoder().get_submodule("model.layers.0").parameters())
 
 
 @pytest.mark.parametrize("recompute", [0, 1, 2])
@@ -18,6 +24,16 @@ def test_memory_and_time_of_all_blocks_follow_from_a_few(strategy: str, recomput
     whole = planner.forecast(candidate)
     assert planner.peak(candidate).device == pytest.approx(whole.memory.peak, rel=0.02)
     assert planner.seconds(candidate) == pytest.approx(whole.time.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("rule", [automatic(joined_nbytes=2 * LAYER), whole()], ids=str)
+def test_blocks_that_share_a_unit_are_forecast_as_they_are(rule: Wrap) -> None:
+    planner = Planner(replace(question(), arguments={"wrap": rule}))
+    for strategy in ("no_shard", "full_shard"):
+        candidate = Candidate(strategy, 4)
+        forecast = planner.forecast(candidate)
+        assert planner.peak(candidate).device == forecast.memory.peak
+        assert planner.seconds(candidate) == forecast.time.seconds
 
 
 def test_estimates_of_several_micro_batches_are_exact_at_each() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwise.plan.units.structure import has_forward, joined, pick_by_structure
+from shardwise.plan.units.structure import all_nbytes, has_forward, joined, pick_by_structure
 from tests.nets import Block, Decoder, Mlp
 
 
@@ -181,7 +181,10 @@ def test_neighbours_are_joined_while_they_are_small_in_the_order_of_registration
     blocks = nn.ModuleList([nn.Linear(1, n, bias=False) for n in (3, 2, 5, 6, 1, 1)])
     model = Chain(blocks=blocks, rest=nn.Linear(8, 8))
     groups = [(block,) for block in reversed(blocks)]
-    sizes = [[block.out_features for block in group] for group in joined(model, groups, 4 * 6)]
+    sizes = [
+        [block.out_features for block in group]
+        for group in joined(model, groups, 4 * 6, all_nbytes)
+    ]
     assert sizes == [[3, 2], [5], [6], [1, 1]]
 
 
@@ -189,12 +192,12 @@ def test_a_shared_parameter_is_counted_once_in_what_is_joined() -> None:
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     second.weight = first.weight
     model = Chain(first=first, second=second, rest=nn.Linear(8, 8))
-    assert joined(model, [(first,), (second,)], 4 * 16) == [(first, second)]
+    assert joined(model, [(first,), (second,)], 4 * 16, all_nbytes) == [(first, second)]
 
 
 def test_a_small_model_is_one_unit() -> None:
     model = Decoder(tied=False)
     groups = pick_by_structure(model)
     nbytes = sum(param.nbytes for param in model.parameters())
-    assert joined(model, groups, nbytes) == []
-    assert joined(model, groups, nbytes - 1)
+    assert joined(model, groups, nbytes, all_nbytes) == []
+    assert joined(model, groups, nbytes - 1, all_nbytes)

@@ -29,7 +29,7 @@ from shardwise.config.options import Options
 from shardwise.config.precision import Precision
 from shardwise.config.prefetch import Prefetch
 from shardwise.config.strategies import placement_of
-from shardwise.plan.blueprint import Blueprint, draw_on, units_of
+from shardwise.plan.blueprint import Blueprint, draw_on, stay_gathered, units_of
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import known
@@ -40,6 +40,7 @@ from shardwise.plan.forecast.rates import Rates
 from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
 from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.forecast.work import Span, StepWork
+from shardwise.plan.units.units import Units
 
 R = TypeVar("R")
 
@@ -84,7 +85,7 @@ class Planner:
 
     def time(self, candidate: Candidate) -> TimeForecast:
         """The time of a step of the whole model."""
-        return self._time(candidate, self._whole(candidate.recompute))
+        return self._time(candidate, self._whole(candidate))
 
     def memories(self, candidate: Candidate, alone: bool = False) -> list[MemoryForecast]:
         """The memory of each kind of micro-batch of a step, in order.
@@ -92,7 +93,7 @@ class Planner:
         Args:
             alone: without what the model computes and keeps.
         """
-        depth = self._whole(candidate.recompute)
+        depth = self._whole(candidate)
         blueprint, work = self._blueprint(candidate, depth), self._work(candidate, depth)
         work = _without_activations(work) if alone else work
         return [
@@ -158,7 +159,7 @@ class Planner:
         self, candidate: Candidate, at: Callable[[_Depth], tuple[float, ...]]
     ) -> tuple[float, ...]:
         """Follow the lines through the values at two depths to the depth of the whole model."""
-        depths = self._depths(candidate.recompute)
+        depths = self._depths(candidate)
         first, *second = map(at, depths)
         if not second:
             return first
@@ -194,13 +195,22 @@ class Planner:
             self._made[key] = make()
         return cast("R", self._made[key])
 
-    def _whole(self, recompute: int) -> _Depth:
-        model, period = self.question.model, max(1, recompute)
-        stack = self._once(("stack", period), lambda: stack_of(model, period))
-        return _Depth(model, stack, stack.depth if stack else 0)
+    def _whole(self, candidate: Candidate) -> _Depth:
+        key = "stack", candidate.recompute, _stay_gathered(candidate)
+        stack = self._once(key, lambda: self._stack(candidate))
+        return _Depth(self.question.model, stack, stack.depth if stack else 0)
 
-    def _depths(self, recompute: int) -> list[_Depth]:
-        whole = self._whole(recompute)
+    def _stack(self, candidate: Candidate) -> Stack | None:
+        """The blocks that are alike, where each is of units of its own."""
+        model = self.question.model
+        stack = stack_of(model, max(1, candidate.recompute))
+        if stack is None:
+            return None
+        units = self._units(candidate, _Depth(model, None, 0))
+        return stack if {*range(stack.depth)} <= {stack.number_of(u.name) for u in units} else None
+
+    def _depths(self, candidate: Candidate) -> list[_Depth]:
+        whole = self._whole(candidate)
         if whole.stack is None:
             return [whole]
         few, period = whole.stack.kept, whole.stack.period
@@ -220,10 +230,27 @@ class Planner:
 
     def _draw(self, candidate: Candidate, depth: _Depth) -> Blueprint:
         question, placement = self.question, placement_of(candidate.strategy)
-        given = dict(question.arguments)
-        wrap = given.pop("wrap", None)
-        whole = sum(p.numel() * p.itemsize for p in depth.model.parameters())
-        options = Options(
+        shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, None)
+        grid = Grid.of(0, question.ranks, placement.splits, shape)
+        grid = Grid(*(axis._replace(shared=question.shared) for axis in grid))
+        device = torch.device(question.machine.accelerator.device)
+        options = self._options(candidate, depth.model)
+        return draw_on(grid, device, self._units(candidate, depth), placement, options)
+
+    def _units(self, candidate: Candidate, depth: _Depth) -> Units:
+        key = "units", _stay_gathered(candidate), bool(candidate.recompute), depth.blocks
+        wrap, placement = (
+            dict(self.question.arguments).get("wrap"),
+            placement_of(candidate.strategy),
+        )
+        options = self._options(candidate, depth.model)
+        return self._once(key, lambda: units_of(depth.model, wrap, placement, options))
+
+    def _options(self, candidate: Candidate, model: nn.Module) -> Options:
+        given = dict(self.question.arguments)
+        given.pop("wrap", None)
+        whole = sum(p.numel() * p.itemsize for p in model.parameters())
+        return Options(
             **given
             | {
                 "offload": candidate.offload,
@@ -233,15 +260,6 @@ class Planner:
                 **dict(candidate.written),
             }
         )
-        units = self._once(
-            ("units", bool(candidate.recompute), depth.blocks),
-            lambda: units_of(depth.model, wrap, options),
-        )
-        shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, None)
-        grid = Grid.of(0, question.ranks, placement.splits, shape)
-        grid = Grid(*(axis._replace(shared=question.shared) for axis in grid))
-        device = torch.device(question.machine.accelerator.device)
-        return draw_on(grid, device, units, placement, options)
 
     def _precision(self, candidate: Candidate) -> Precision:
         names = {"reduce_dtype": candidate.wire, "param_dtype": candidate.computes}
@@ -249,7 +267,8 @@ class Planner:
         return replace(self.question.precision, **dtypes)
 
     def _work(self, candidate: Candidate, depth: _Depth) -> StepWork:
-        rows, how = candidate.micro_batch, (candidate.checkpointing, candidate.computes)
+        rows = candidate.micro_batch
+        how = candidate.checkpointing, candidate.computes, _stay_gathered(candidate)
 
         def make() -> StepWork:
             observed = self._once(("observed", rows, how), observe_few)
@@ -258,7 +277,7 @@ class Planner:
         def observe_few() -> StepWork:
             few = self._shallow(depth.stack, depth.stack.kept) if depth.stack else depth
             args, kwargs = self.question.inputs(rows)
-            given = few.model, self._blueprint(candidate, few).units, args, kwargs
+            given = few.model, self._units(candidate, few), args, kwargs
             asked = self._precision(candidate), self.question.loss
             return observe(*given, candidate.checkpointing, *asked)
 
@@ -266,13 +285,18 @@ class Planner:
 
     def recipe(self, candidate: Candidate) -> dict[str, Any]:
         """The keys of a recipe that set it, with names in full."""
-        drawn = self._blueprint(candidate, self._whole(candidate.recompute))
+        drawn = self._blueprint(candidate, self._whole(candidate))
         keys, ahead = candidate.recipe, drawn.policy.prefetch.forward
         if candidate.unsharded:
             keys["sharding.unsharded"] = drawn.options.unsharded
         if ahead is not None:
             keys["sharding.prefetch.forward"] = keys["sharding.prefetch.backward"] = ahead
         return keys
+
+
+def _stay_gathered(candidate: Candidate) -> bool:
+    """Return what units depend on, besides recomputation."""
+    return stay_gathered(placement_of(candidate.strategy), candidate.offload)
 
 
 def _drawn(candidate: Candidate) -> tuple[Any, ...]:

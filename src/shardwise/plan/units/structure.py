@@ -48,8 +48,10 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     return _disjoint([*blocks, *(group for group in others if 16 * elements(group) >= largest)])
 
 
-def joined(model: nn.Module, groups: Iterable[Group], nbytes: int) -> list[Group]:
-    """Make one group of neighbours whose parameters together have at most so many bytes.
+def joined(
+    model: nn.Module, groups: Iterable[Group], most: int, nbytes: Callable[[Group], int]
+) -> list[Group]:
+    """Make one group of neighbours that together have at most so many bytes.
 
     Neighbours by the order of registration, which is that of use in most models. A model that has
     no more bytes than that is one unit.
@@ -57,11 +59,11 @@ def joined(model: nn.Module, groups: Iterable[Group], nbytes: int) -> list[Group
     position = {module: i for i, module in enumerate(model.modules())}
     rows: list[Group] = []
     for group in sorted(groups, key=lambda group: position[group[0]]):
-        if rows and _nbytes((*rows[-1], *group)) <= nbytes:
+        if rows and nbytes((*rows[-1], *group)) <= most:
             rows[-1] += group
         else:
             rows.append(group)
-    return rows if _nbytes((model,)) > nbytes else []
+    return rows if nbytes((model,)) > most else []
 
 
 def partial_roots(
@@ -98,8 +100,14 @@ def elements(group: Group) -> int:
     return sum(param.numel() for param in _parameters(group))
 
 
-def _nbytes(group: Group) -> int:
+def all_nbytes(group: Group) -> int:
+    """Bytes of all parameters inside."""
     return sum(param.nbytes for param in _parameters(group))
+
+
+def trained_nbytes(group: Group) -> int:
+    """Bytes of those that are trained."""
+    return sum(param.nbytes for param in _parameters(group) if param.requires_grad)
 
 
 def _parameters(group: Group) -> set[nn.Parameter]:

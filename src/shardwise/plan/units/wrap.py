@@ -21,10 +21,12 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.errors.arguments import checked
 from shardwise.plan.units.structure import (
     Group,
+    all_nbytes,
     has_forward,
     holds_parameters,
     joined,
     pick_by_structure,
+    trained_nbytes,
 )
 
 __all__ = [
@@ -39,7 +41,9 @@ __all__ = [
     "whole",
 ]
 
-JOINED_NBYTES = 4 << 20  # measured: benchmarks/RESULTS.md, "Small programs beside DDP"
+# Measured: benchmarks/RESULTS.md, "Small programs beside DDP".
+JOINED_NBYTES = 4 << 20  # of what is gathered for each use
+JOINED_TRAINED_NBYTES = 16 << 20  # of what is only reduced, since parameters stay gathered
 
 ClassLike = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 ModuleLike = nn.Module | str | Iterable[nn.Module | str]
@@ -51,7 +55,7 @@ class Wrap:
 
     says: str  # its text in messages, for example "by_class(Block)"
     pick: Callable[[nn.Module], list[Group]]  # the groups of a model. It changes nothing there
-    joins: int | None = None  # bytes up to which neighbouring groups are one unit; ``None``: never
+    joined_nbytes: int | None = 0  # up to which neighbours are one unit; ``None``: as measured
 
     def __str__(self) -> str:
         return self.says
@@ -72,9 +76,10 @@ def automatic(joined_nbytes: int | None = None) -> Wrap:
 
     Args:
         joined_nbytes: the most bytes of what is joined; by default 4 MiB, ``0`` joins nothing.
+            Where parameters stay gathered (``no_shard``, ``zero1``), only those that are trained
+            count, since nothing else is sent, and the default is 16 MiB.
     """
-    joins = JOINED_NBYTES if joined_nbytes is None else joined_nbytes
-    return Wrap("automatic()", pick_by_structure, joins)
+    return Wrap("automatic()", pick_by_structure, joined_nbytes)
 
 
 def whole() -> Wrap:
@@ -160,13 +165,15 @@ def called_modules(model: nn.Module) -> dict[nn.Module, str]:
     return {m: name for name, m in named if has_forward(m) and m not in uncalled}
 
 
-def checked_groups(model: nn.Module, wrap: Wrap) -> list[Group]:
+def checked_groups(model: nn.Module, wrap: Wrap, stay_gathered: bool = False) -> list[Group]:
     """The groups that the policy picks, or a ``ConfigError``; without those of the root."""
     names = {module: name for name, module in model.named_modules()}
     called, picked_modules = called_modules(model), set[nn.Module]()
     groups = [group for group in wrap.pick(model) if group and model not in group]
-    if wrap.joins:
-        groups = joined(model, groups, wrap.joins)
+    if wrap.joined_nbytes != 0:
+        measured = JOINED_TRAINED_NBYTES if stay_gathered else JOINED_NBYTES
+        counted = trained_nbytes if stay_gathered else all_nbytes
+        groups = joined(model, groups, wrap.joined_nbytes or measured, counted)
     for module in (module for group in groups for module in group):
         _check_pick(module, names, wrap)
         if module not in called:
