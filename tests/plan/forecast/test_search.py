@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.config.precision import Precision
+from shardwise.config.strategies import STRATEGIES
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.ask import _Search, ask, devices
 from shardwise.plan.forecast.candidate import Candidate, candidates, savings
@@ -137,6 +138,12 @@ def test_the_error_decides_what_is_promised(memory: float, status: int) -> None:
     assert bool(verdict.fixes) is (status != 0)
     assert all(fix.peak < needed for fix in verdict.fixes)
     assert ("one thing at a time" in str(verdict)) is (status != 0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_strategy_may_be_the_fastest(strategy: str) -> None:
+    verdict = ask(question(rows=16), among=[Candidate(strategy, 1)])
+    assert verdict.best.candidate.strategy == strategy
 
 
 def test_where_nothing_fits_the_smallest_is_judged() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.config.precision import Precision
+from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.advice import Advice, Situation, advise
 from shardwise.plan.forecast.candidate import WIRES, Candidate, candidates, savings
@@ -225,7 +226,8 @@ class _Search:
         free = self.capacity / (1 + self.errors.memory) - self.reserved - best.memory.peak
         whole = sum(p.numel() * p.itemsize for p in self.question.model.parameters())
         share = round(min(1.0, free / whole), 2)
-        if not best.candidate.unsharded and share > 0 and "shard" in best.candidate.strategy:
+        frees = not placement_of(best.candidate.strategy).resident
+        if frees and share > 0 and not best.candidate.unsharded:
             more = planner.forecast(replace(best.candidate, unsharded=share))
             if self._fits(more) and more.time.seconds < best.time.seconds:
                 return more
