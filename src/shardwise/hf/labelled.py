@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.api.sharded import Sharded
+from shardwise.memory.linear_in_slot import is_in_slot
 
 TESTED = frozenset({
     *("Decoder", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GemmaForCausalLM", "LlamaForCausalLM"),
@@ -52,7 +53,9 @@ def why_all_logits(sharded: Sharded) -> str:
         config = getattr(model, "config", None)
         changes = [key for key in CHANGES_LOGITS if getattr(config, key, None) is not None]
         return f"{name} changes them ({changes[0]})" if changes else f"{name} is not a tested class"
-    return "the forward of its head is replaced" if "forward" in vars(head_of(model)) else ""
+    forward = vars(head_of(model)).get("forward")
+    is_own = forward is None or is_in_slot(forward)
+    return "" if is_own else "the forward of its head is replaced"
 
 
 def _is_of_peft(model: nn.Module) -> bool:
@@ -65,9 +68,14 @@ def in_place_of_logits(
 ) -> Iterator[list[Tensor]]:
     """Replace the next result of ``head`` by ``compute(hidden)``; it is added to the list."""
     computed: list[Tensor] = []
+    replaced = {name: value for name, value in vars(head).items() if name == "forward"}
+
+    def restore() -> None:
+        vars(head).pop("forward", None)
+        vars(head).update(replaced)
 
     def forward(hidden: Tensor) -> Tensor:
-        del head.forward
+        restore()
         computed.append(compute(hidden))
         return computed[0]
 
@@ -75,4 +83,4 @@ def in_place_of_logits(
     try:
         yield computed
     finally:
-        vars(head).pop("forward", None)
+        restore()

@@ -11,6 +11,7 @@ autograd would read what it shows by then, which may be a shard.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,18 +31,22 @@ def is_large(module: nn.Module) -> bool:
     return module.weight.numel() >= LARGE
 
 
-def linear_in_slot(module: Any) -> Callable[[Tensor], Tensor]:
+def linear_in_slot(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """A ``forward`` of an ``nn.Linear`` with the same values and gradients, bit for bit."""
-    plain: Callable[[Tensor], Tensor] = module.forward
+    return partial(_forward, module, module.forward)
 
-    def linear(x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not _is_ordinary(x, module.weight):
-            return plain(x)
-        weight = module.weight
-        out: Tensor = cast("Any", _Linear).apply(module.bias, x, weight.t(), weight.lend_slot)
-        return out
 
-    return linear
+def is_in_slot(forward: object) -> bool:
+    """Is it a forward of ours, which computes what ``nn.Linear`` does?"""
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _forward(module: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    weight = module.weight
+    if torch.compiler.is_compiling() or not _is_ordinary(x, weight):
+        return plain(x)
+    out: Tensor = cast("Any", _Linear).apply(module.bias, x, weight.t(), weight.lend_slot)
+    return out
 
 
 def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
