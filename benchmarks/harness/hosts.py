@@ -5,7 +5,9 @@
     host 2, 10.77.0.3 ── cable ──┘
 
 They are Linux namespaces, which belong to a process of each. They end with it, and it ends with
-this process, in whatever way this one ends. Files are those of this machine. Root makes them.
+this process, in whatever way this one ends. Files are those of this machine, but for /etc/hosts,
+which names all of them. Root makes them. Interfaces have different names, as those of rented
+machines may.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv")
-INTERFACE = "eth0"
-STATISTICS = Path("/sys/class/net") / INTERFACE / "statistics"  # as processes of a host see it
 NOWHERE = "02:00:00:00:00:01"  # an address of Ethernet that no host has
 BOUND = ("setpriv", "--pdeathsig", "KILL")  # what runs on a host ends with who started it
-SETUP = 'mount -t sysfs none /sys; hostname "$0"; ip link set dev lo up; echo ready; exec cat'
+SETUP = """
+names=$(mktemp); chmod a+r "$names"; mount --bind "$names" /etc/hosts; rm "$names"
+mount -t sysfs none /sys; hostname "$0"; ip link set dev lo up; echo ready; exec cat
+"""
 
 
 def problem() -> str:
@@ -43,22 +46,26 @@ class Host:
 
     Attributes:
         name: as its processes see it.
-        address: in the network of all hosts.
+        address: in the network of all hosts, on ``interface``.
+        process: the id of the process to which its namespaces belong.
     """
 
     def __init__(self, number: int, process: int, switch: Sequence[str]) -> None:
         self.name, self.address = f"host{number}", f"10.77.0.{number + 1}"
+        self.interface, self.process = f"eth{number}", process
         self._port, self._switch = f"port{number}", switch
-        self._enter = _entering(process)
         self._started: list[subprocess.Popen[Any]] = []
 
-    def command(self, *words: str) -> list[str]:
-        """The command that runs ``words`` on this host."""
-        return [*self._enter, *words]
+    def command(self, *words: str, folder: Path | None = None) -> list[str]:
+        """The command that runs ``words`` on this host, in this folder or the present one."""
+        return _on(self.process, *words, folder=folder)
 
-    def start(self, *words: str, **options: Any) -> subprocess.Popen[Any]:
+    def start(
+        self, *words: str, folder: Path | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
         """Start a program on this host. It ends with the host; options are those of ``Popen``."""
-        self._started.append(subprocess.Popen(self.command(*words), **options))  # noqa: S603
+        command = self.command(*words, folder=folder)
+        self._started.append(subprocess.Popen(command, **options))  # noqa: S603
         return self._started[-1]
 
     def wait(self) -> None:
@@ -68,14 +75,19 @@ class Host:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that went over its cable, with all headers: ``sent`` and ``received``."""
-        words = ("cat", str(STATISTICS / "tx_bytes"), str(STATISTICS / "rx_bytes"))
-        sent, received = _run(*self.command(*words)).split()
+        files = (f"/sys/class/net/{self.interface}/statistics/{way}_bytes" for way in ("tx", "rx"))
+        sent, received = _run(*self.command("cat", *files)).split()
         return {"sent": int(sent), "received": int(received)}
+
+    def resolve(self, *lines: str) -> None:
+        """Resolve names by these lines of /etc/hosts, beside ``localhost``."""
+        words = ("sh", "-c", 'printf "%s\\n" "$@" >/etc/hosts', "sh", "127.0.0.1 localhost", *lines)
+        _run(*self.command(*words))
 
     def limit(self, mbits: float) -> None:
         """Let so many megabits a second through its cable, each way."""
         rate = ("root", "tbf", "rate", f"{mbits}mbit", "burst", "64kb", "latency", "50ms")
-        _run(*self.command("tc", "qdisc", "replace", "dev", INTERFACE, *rate))
+        _run(*self.command("tc", "qdisc", "replace", "dev", self.interface, *rate))
         _run(*self._switch, "tc", "qdisc", "replace", "dev", self._port, *rate)
 
     def cut(self) -> None:
@@ -88,7 +100,16 @@ class Host:
 
     def lose_packets_to(self, other: Host) -> None:
         """Lose what it sends to another host from now on; what that one sends still comes."""
-        words = ("replace", other.address, "lladdr", NOWHERE, "dev", INTERFACE, "nud", "permanent")
+        words = (
+            "replace",
+            other.address,
+            "lladdr",
+            NOWHERE,
+            "dev",
+            self.interface,
+            "nud",
+            "permanent",
+        )
         _run(*self.command("ip", "neighbour", *words))
 
 
@@ -100,16 +121,19 @@ def hosts(count: int, mbits: float = 0.0) -> Iterator[list[Host]]:
         mbits: megabits a second of each cable; 0: as fast as this machine copies.
     """
     with ExitStack() as stack:
-        switch = _entering(stack.enter_context(_namespaces("switch")))
+        process = stack.enter_context(_namespaces("switch"))
+        switch = _on(process)
         _run(*switch, "ip", "link", "add", "name", "bridge0", "type", "bridge")
         _run(*switch, "ip", "link", "set", "dev", "bridge0", "up")
-        made = []
-        for number in range(count):
-            process = stack.enter_context(_namespaces(f"host{number}"))
-            made.append(Host(number, process, switch))
-            _join(switch, number, process, made[-1])
+        made = [
+            Host(number, stack.enter_context(_namespaces(f"host{number}")), switch)
+            for number in range(count)
+        ]
+        for number, host in enumerate(made):
+            _join(switch, process, number, host)
+            host.resolve(*(f"{other.address} {other.name}" for other in made))
             if mbits:
-                made[-1].limit(mbits)
+                host.limit(mbits)
         try:
             yield made
         finally:
@@ -134,29 +158,27 @@ def _namespaces(name: str) -> Iterator[int]:
             process.stdin.close()
 
 
-def _join(switch: Sequence[str], number: int, process: int, host: Host) -> None:
+def _join(switch: Sequence[str], process: int, number: int, host: Host) -> None:
+    """Lay the cable of a host to the switch, whose namespaces belong to ``process``."""
     port = f"port{number}"
-    peer = ("peer", "name", INTERFACE, "netns", str(process))
-    _run("ip", "link", "add", "name", port, "netns", switch[2], "type", "veth", *peer)
+    peer = ("peer", "name", host.interface, "netns", str(host.process))
+    _run("ip", "link", "add", "name", port, "netns", str(process), "type", "veth", *peer)
     _run(*switch, "ip", "link", "set", "dev", port, "up", "master", "bridge0")
-    address = ("add", f"{host.address}/24", "dev", INTERFACE)
+    address = ("add", f"{host.address}/24", "dev", host.interface)
     _run(*host.command("ip", "address", *address))
-    _run(*host.command("ip", "link", "set", "dev", INTERFACE, "up"))
+    _run(*host.command("ip", "link", "set", "dev", host.interface, "up"))
 
 
-def _entering(process: int) -> list[str]:
-    return [
-        "nsenter",
-        "--target",
-        str(process),
-        "--net",
-        "--mount",
-        "--uts",
-        "--pid",
-        "--wd",
-        "--",
-        *BOUND,
-    ]
+def _on(process: int, *words: str, folder: Path | None = None) -> list[str]:
+    """The command that runs ``words`` in the namespaces of a process."""
+    enter = ("nsenter", f"--target={process}", "--net", "--mount", "--uts", "--pid")
+    return [*enter, "env", f"--chdir={folder or Path.cwd()}", *BOUND, *words]
+
+
+def sent_nbytes() -> int:
+    """Bytes that the host on which this is called has sent over its cable."""
+    [cable] = Path("/sys/class/net").glob("eth*")
+    return int((cable / "statistics" / "tx_bytes").read_text())
 
 
 def _run(*words: str) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks.harness.hosts import STATISTICS
+from benchmarks.harness.hosts import sent_nbytes
 from benchmarks.training import Batch, decoder_config, next_token_loss
 from shardwise.train.decoder import Decoder
 
@@ -49,10 +49,10 @@ class Clock:
     """Seconds of training, and bytes that went out of this host."""
 
     def __init__(self) -> None:
-        self._since, self._before = perf_counter(), _sent()
+        self._since, self._before = perf_counter(), sent_nbytes()
 
     def read(self) -> tuple[float, int]:
-        return perf_counter() - self._since, _sent() - self._before
+        return perf_counter() - self._since, sent_nbytes() - self._before
 
     def paused(self, run: Callable[[], float], sends: bool) -> tuple[float, float]:
         """The seconds before ``run``, which does not count, and what it returns.
@@ -143,10 +143,6 @@ def validation(model: nn.Module, text: Tensor) -> float:
     """The loss of the text's end, on the same rows each time."""
     draw = torch.Generator().manual_seed(99)
     return float(next_token_loss(model, batch(text[-HELD_OUT:], draw, 64)))
-
-
-def _sent() -> int:
-    return int((STATISTICS / "tx_bytes").read_text())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch import namespaces, slurm_cluster
+from benchmarks.harness.hosts import Host, hosts, problem
+from tests.launch import slurm_cluster
 from tests.launch.slurm_cluster import asked
 from tests.ranks import free_port
 
@@ -45,13 +46,24 @@ def needs(problem: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(problem) and not is_left, reason=problem)
 
 
-def shardwise(*words: str, folder: Path, on: list[str] | None = None) -> str:
-    command = [*(on or []), sys.executable, "-m", "shardwise.cli", *words]
+def shardwise(*words: str, folder: Path, on: Host | None = None) -> str:
+    command = [sys.executable, "-m", "shardwise.cli", *words]
+    if on is not None:
+        command = on.command(*command, folder=folder)
     done = subprocess.run(
         command, cwd=folder, env=ENVIRON, capture_output=True, text=True, check=False, timeout=250
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def started(host: Host, folder: Path, line: str) -> subprocess.Popen[bytes]:
+    return host.start("bash", "-c", line, folder=folder, env=ENVIRON)
+
+
+def child(process: int) -> int:
+    [one] = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return int(one)
 
 
 @pytest.fixture
@@ -136,26 +148,21 @@ def test_a_job_of_slurm_saves_before_its_time_is_up_and_resumes_to_the_same_loss
     assert losses_in(folder) == losses
 
 
-@needs(namespaces.problem())
+@needs(problem())
 def test_the_printed_lines_join_two_hosts_and_a_killed_rank_starts_again(
     folder: Path, losses: dict[int, float]
 ) -> None:
-    with namespaces.two_hosts() as hosts:
-        said = shardwise("launch", "tiny.yaml", folder=folder, on=hosts[0])
+    with hosts(2) as pair:
+        said = shardwise("launch", "tiny.yaml", folder=folder, on=pair[0])
         lines = [line.strip() for line in said.splitlines() if " torchrun " in line]
         outputs = [folder / "first", folder / "second"]
         agents = [
-            subprocess.Popen(
-                [*on, "bash", "-c", f"exec env {line} >{output} 2>&1"], cwd=folder, env=ENVIRON
-            )
-            for on, line, output in zip(hosts, lines, outputs, strict=True)
+            started(host, folder, f"exec env {line} >{output} 2>&1")
+            for host, line, output in zip(pair, lines, outputs, strict=True)
         ]
         try:
             wait_for(lambda: has_come_to(60, outputs[0]))
-            [rank] = (
-                Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
-            )
-            os.kill(int(rank), signal.SIGKILL)
+            os.kill(child(child(agents[1].pid)), signal.SIGKILL)  # nsenter, torchrun, rank
             statuses = [agent.wait(120) for agent in agents]
         finally:
             for agent in agents:
@@ -166,16 +173,12 @@ def test_the_printed_lines_join_two_hosts_and_a_killed_rank_starts_again(
     assert losses_in(folder) == losses
 
 
-@needs(namespaces.problem())
+@needs(problem())
 def test_one_line_is_for_both_hosts(folder: Path, losses: dict[int, float]) -> None:
-    with namespaces.two_hosts() as hosts:
-        said = shardwise("launch", "tiny.yaml", folder=folder, on=hosts[0])
+    with hosts(2) as pair:
+        said = shardwise("launch", "tiny.yaml", folder=folder, on=pair[0])
         [line] = [line.strip() for line in said.splitlines() if line.endswith("--start")]
-        commands = [[*on, "bash", "-c", f"exec env {line}"] for on in hosts]
-        nodes = [
-            subprocess.Popen(each, cwd=folder, env=ENVIRON, stdout=subprocess.DEVNULL)
-            for each in commands
-        ]
+        nodes = [started(host, folder, f"exec env {line} >/dev/null") for host in pair]
         try:
             assert [node.wait(200) for node in nodes] == [0, 0]
         finally:
