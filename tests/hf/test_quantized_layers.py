@@ -57,6 +57,16 @@ def test_a_product_and_its_gradients_have_the_bits_of_bitsandbytes(
     assert all(map(torch.equal, gradients(one, x, one), gradients(one, x, theirs)))
 
 
+@pytest.mark.parametrize("form", ["nf4", "fp4"])
+def test_parts_are_quantised_to_the_codes_and_scales_of_the_whole(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, values = layer(form, False, *DTYPES[:1] * 2, (30, 33)), numbers(0, (990,))
+    codes, state = bnb.functional.quantize_4bit(values, blocksize=64, quant_type=form)
+    monkeypatch.setattr(quantized_layers, "PART", 256)
+    assert all(map(torch.equal, one.codes(values), (codes.view(-1), state.absmax)))
+
+
 def test_the_whole_weight_of_a_layer_is_where_that_of_the_one_before_was() -> None:
     memory = quantized_layers._thread.memory
     memory.clear()

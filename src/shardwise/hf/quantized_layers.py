@@ -36,7 +36,7 @@ from shardwise.errors import ConfigError
 
 BLOCK = 64  # values for each absmax: bitsandbytes' default, which transformers cannot change
 NESTED = 256  # absmax for each nested one
-PART = 1 << 20  # values that are made at once on their way into a whole weight
+PART = 1 << 20  # values that are quantised, or made for a whole weight, at once
 
 
 class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
@@ -118,8 +118,13 @@ class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
         Args:
             values: ``[k * block]``; the weight's last block may be shorter.
         """
-        codes, state = functional.quantize_4bit(values, blocksize=BLOCK, quant_type=self.form)
-        return codes.view(-1), state.absmax
+        # In parts: for each value its kernel for a CPU takes 20 bytes besides.
+        parts = (
+            functional.quantize_4bit(part, blocksize=BLOCK, quant_type=self.form)
+            for part in values.split(PART)
+        )
+        codes, states = zip(*parts, strict=True)
+        return torch.cat(codes).view(-1), torch.cat([state.absmax for state in states])
 
     def packed(self, absmax: Tensor) -> Tensor:
         """The bytes of ``scales`` of the absmax of all blocks, ``[blocks]``."""
