@@ -57,7 +57,7 @@ def job_of(setup: Setup, batches: Batches, strategy: str = "full_shard", bits: i
 def take_steps(job: Job, lap: Lap) -> None:
     """All steps of the recipe."""
     for step in range(job.recipe.run.steps):
-        loss = job.forward_backward(step)
+        loss = float(job.forward_backward(step))
         job.clip_and_set_lr(step)
         job.update()
         job.optimizer.zero_grad()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from shardwise.cli import main
 from shardwise.doctor.listeners import listeners
@@ -243,7 +244,7 @@ def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatc
     """Do ``act`` while the gradients of ``step`` are computed."""
     gradients = Job.forward_backward
 
-    def then(job: Job, number: int) -> float:
+    def then(job: Job, number: int) -> Tensor:
         if number + 1 == step:
             act()
         return gradients(job, number)
@@ -432,12 +433,12 @@ KILLED = """
 import os
 from shardwise.train.job import Job
 loss, calls = Job._loss, []
-def dying(job, batch):
+def dying(job, batch, in_host):
     calls.append(batch)
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and job.sharded.comm.rank == 1 and len(calls) == 2 * 6 + 3:  # of six in step 3
         os.kill(os.getpid(), 9)
-    return loss(job, batch)
+    return loss(job, batch, in_host)
 Job._loss = dying
 from shardwise.cli import main
 main()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.torch_internals import tree_leaves, tree_map
 from tests.recorder.accesses import Accesses
@@ -105,11 +105,16 @@ class Device:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Torch's streams are these."""
-        resize = torch.UntypedStorage.resize_
+        resize, from_numpy = torch.UntypedStorage.resize_, torch.from_numpy
 
         def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
             self.accesses.resize(storage, nbytes, self.current_stream())
             return resize(storage, nbytes)
+
+        def of_host(array: Any) -> Tensor:
+            tensor = from_numpy(array)
+            self.accesses.begin(tensor, self.host, True, self.host.stamp("from_numpy"))
+            return tensor
 
         run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -123,6 +128,7 @@ class Device:
                 (torch.accelerator, "current_stream", self.current_stream),
                 (torch.accelerator, "set_stream", self.set_stream),
                 (torch.UntypedStorage, "resize_", resized),
+                (torch, "from_numpy", of_host),
                 (torch.autograd, "_engine_run_backward", run_seen),
             ):
                 stack.enter_context(mock.patch.object(owner, name, new))
@@ -187,9 +193,7 @@ class _Asked(TorchFunctionMode):
         if func in (Tensor.tolist, Tensor.numpy) and not self.device.accesses.is_host(args[0]):
             self.device.wait(func.__name__)
         if func is Tensor.pin_memory:
-            result = args[0].clone()
-            self.device.accesses.pin(result)
-            return result
+            return self._pinned(args[0])
         on = CPU if func in FACTORIES else None
         on = _named(func, args, kwargs) or on
         pinned = kwargs.pop("pin_memory", False)
@@ -210,6 +214,15 @@ class _Asked(TorchFunctionMode):
             async_ = bool(kwargs.get("non_blocking"))
             dtype = dtypes[0] if dtypes else moved.dtype
             return torch.ops.aten._to_copy(moved, dtype=dtype, non_blocking=async_)
+
+    def _pinned(self, source: Tensor) -> Tensor:
+        """The host copies what it has, as data that was read is."""
+        host, accesses = self.device.host, self.device.accesses
+        with _disable_current_modes():
+            result = source.clone()
+        accesses.begin(result, host, True, host.stamp("pin_memory"))
+        accesses.pin(result)
+        return result
 
     def _on_cpu(self, value: Any) -> Any:
         """A device of another index is refused: memory is that of the current one."""
@@ -273,7 +286,8 @@ class _Issued(TorchDispatchMode):
 
     def _issue(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         device, accesses, name = self.device, self.device.accesses, func.name()
-        on_host = [accesses.is_host(t) for t in tensors]
+        of_memory = tensors[:1] if name == "aten::index_put_" else tensors  # else numbers, too
+        on_host = [accesses.is_host(t) for t in of_memory]
         here = getattr(_hints, "where", "") == "host"
         by_host = all(on_host) and (bool(tensors) or here)
         if name == "aten::_to_copy" and getattr(_hints, "where", "") == "device":
@@ -307,10 +321,15 @@ class _Issued(TorchDispatchMode):
         return result
 
     def _keep(self, stream: Stream, tensors: list[Tensor]) -> None:
-        """Memory of a late stream's own is used again only by what follows there."""
+        """Keep what torch keeps until a late stream has used it: its own memory and the host's."""
         if stream.waits:
-            ours = [tensor for tensor in tensors if self.device.accesses.of(tensor).home is stream]
-            stream.give(ours.clear)
+            lives = map(self.device.accesses.of, tensors)
+            kept = [
+                t
+                for t, life in zip(tensors, lives, strict=True)
+                if life.is_host or life.home is stream
+            ]
+            stream.give(kept.clear)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -97,12 +97,12 @@ class Watched:
             now[batches.rank] = number + 1
             return given(batches, number)
 
-        def dying(job: Job, batch: MicroBatch) -> Tensor:
+        def dying(job: Job, batch: MicroBatch, in_host: MicroBatch) -> Tensor:
             rank = job.sharded.comm.rank
             done[rank] += 1
             if (now[rank], rank, done[rank]) == at:
                 raise Killed
-            return loss(job, batch)
+            return loss(job, batch, in_host)
 
         now: dict[int, int] = {}
         with self.monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
+import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.comm.transports.local import LocalComm
@@ -18,6 +19,8 @@ from shardwise.train.decoder import Decoder, initialiser
 from shardwise.train.job import Job, build
 from shardwise.train.learning_rate import learning_rate
 from shardwise.train.packed import Examples, SampleRows
+from tests.recorder.collectives import late_comm
+from tests.recorder.device import Device
 from tests.train.runs import Watched, checkpoint, losses
 from tests.train.tiny import tiny_recipe
 
@@ -46,8 +49,8 @@ def trained(job: Job) -> Losses:
     """(this rank's share of the loss, gradient norm) of a few steps."""
     found = []
     for step in range(3):
-        rank_loss = job.forward_backward(step)
-        norm, _ = job.clip_and_set_lr(step)
+        rank_loss = float(job.forward_backward(step))
+        norm = float(job.clip_and_set_lr(step)[0])
         job.update()
         job.optimizer.zero_grad()
         found.append((rank_loss, norm))
@@ -105,6 +108,23 @@ def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
     recipe = tiny_recipe(tmp_path, f"batch.micro={micro}")
     for found, wanted in zip(run(recipe, world), plain(recipe), strict=True):
         assert found == pytest.approx(wanted, rel=2e-5)
+
+
+def test_the_host_waits_for_no_device_until_all_of_a_step_is_issued(tmp_path: Path) -> None:
+    device, recipe = Device(), tiny_recipe(tmp_path)
+    with device.installed(), late_comm(device, 2) as comm:
+        model = Decoder(recipe.model, VOCABULARY, 16)
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        batches = Batches(ROWS, recipe.batch, 0, 0, 2)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        job = Job(recipe, model, sharded, optimizer, batches, scaler)
+        device.begin_step()
+        job.forward_backward(0)
+        job.clip_and_set_lr(0)
+        job.update()
+        assert device.waits == []
+    assert device.faults == []
 
 
 @pytest.mark.parametrize(("asked", "reduces"), [("false", 1), ("true", 6)])

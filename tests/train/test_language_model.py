@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_all_logits(
             job = job_of(tmp_path, comm, f"sharding.strategy={strategy}", f"batch.logits={logits}")
             loss, norm = job.forward_backward(0), job.sharded.clip_grad_norm_(1e9)
             gradients = [local(param.grad) for param in job.model.parameters()]
-            found.append([torch.tensor(loss), local(norm), *gradients])
+            found.append([loss, local(norm), *gradients])
         return found
 
     for labelled, whole in run(world, rank):

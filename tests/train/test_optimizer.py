@@ -41,7 +41,7 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
 
 
 def step(job: Job, number: int) -> float:
-    rank_loss = job.forward_backward(number)
+    rank_loss = float(job.forward_backward(number))
     job.clip_and_set_lr(number)
     with ONE_AT_A_TIME:
         job.update()

@@ -55,9 +55,20 @@ class MicroBatch:
         """The same, on ``device``; where it is an accelerator, the host does not wait for it."""
         if device.type == "cpu":
             return self
-        pinned = (None if t is None else t.pin_memory() for t in self.tensors)
-        moved: list[Any] = [None if t is None else t.to(device, non_blocking=True) for t in pinned]
-        return MicroBatch(*moved)
+        moved = self.empty(device)
+        moved.copy_(self)
+        return moved
+
+    def empty(self, device: torch.device) -> MicroBatch:
+        """Memory for the same on ``device``."""
+        given = (t for t in self.tensors if t is not None)
+        return MicroBatch(*(torch.empty(t.shape, dtype=t.dtype, device=device) for t in given))
+
+    def copy_(self, source: MicroBatch) -> None:
+        """Copy ``source``, which is in host memory, and do not wait."""
+        for out, given in zip(self.tensors, source.tensors, strict=True):
+            if out is not None:
+                out.copy_(given.pin_memory(), non_blocking=True)
 
     @property
     def tensors(self) -> tuple[Any, ...]:

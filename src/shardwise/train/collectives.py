@@ -31,5 +31,7 @@ def broadcast_tokens(comm: Comm, values: Tokens | None, what: str) -> Tokens:
 def all_gather_floats(comm: Comm, values: Sequence[float], what: str) -> Tensor:
     """Every rank's ``values``, ``[ranks, len(values)]`` float64, in rank order."""
     # float64 keeps counts of tokens exact up to 2^53.
-    local = torch.tensor(values, dtype=torch.float64)
+    local = torch.empty(len(values), dtype=torch.float64, device=comm.device)
+    for place, value in zip(local.unbind(), values, strict=True):
+        place.fill_(value)  # it goes with the call: to copy it would wait for the device
     return comm.gather_rows(local, Label("gather", what)).cpu()

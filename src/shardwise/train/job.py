@@ -22,6 +22,7 @@ from shardwise.hf.labelled import head_of, why_all_logits
 from shardwise.optim.average import EMA
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import language_model
+from shardwise.train.ahead import BatchesAhead
 from shardwise.train.batches import IGNORED, Batches, MicroBatch, RowSource
 from shardwise.train.collectives import all_gather_floats
 from shardwise.train.learning_rate import learning_rate
@@ -44,6 +45,11 @@ class Job:
     report: str = ""  # of a model that was read: what of the files, and of an adapter's targets
 
     @cached_property
+    def ahead(self) -> BatchesAhead:
+        """The batches, of which the next step's are prepared while a step computes."""
+        return BatchesAhead(self.batches, self.sharded.comm.device)
+
+    @cached_property
     def all_logits(self) -> str:
         """The reason for computing all logits; ``""``: only those of places with a target."""
         asked = self.recipe.batch.logits == "all"
@@ -58,24 +64,27 @@ class Job:
     def tokens_per_step(self) -> int:
         return self.recipe.batch.rows * self.recipe.data.context
 
-    def forward_backward(self, step: int) -> float:
+    def forward_backward(self, step: int) -> Tensor:
         """Forward and backward of step ``step``, with reduction of the gradients.
 
         Returns:
-            This rank's share of the mean loss, which is the sum over ranks. Gradients are unscaled.
+            This rank's share of the mean loss, which is the sum over ranks: 0-dim, on the device,
+            which need not have come to it. Gradients are unscaled.
         """
-        micro_batches = self.batches.step(step)
-        targets = self._targets(step, micro_batches) or 1
+        batches = self.ahead.take(step)
+        targets = self._targets(step, batches.in_host) or 1
         rank_loss = torch.zeros((), device=self.sharded.comm.device)
-        for number, batch in enumerate(micro_batches, start=1):
-            is_last = number == len(micro_batches)
+        pairs = zip(batches.on_device, batches.in_host, strict=True)
+        for number, (batch, in_host) in enumerate(pairs, start=1):
+            is_last = number == len(batches.on_device)
             with self.sharded.accumulate(is_last or self.recipe.sharding.sync_each_micro_batch):
-                loss = self._loss(batch) / targets
+                loss = self._loss(batch, in_host) / targets
                 # The engine averages over ranks, and the ranks' losses are to be summed.
                 self.scaler.scale(loss * self.sharded.comm.size).backward()
                 rank_loss += loss.detach()
         self.scaler.unscale_(self.optimizer)
-        return float(rank_loss)
+        self.ahead.prepare(step + 1)
+        return rank_loss
 
     def _targets(self, step: int, own: Sequence[MicroBatch]) -> int:
         """Tokens that all ranks train on in a step."""
@@ -85,17 +94,17 @@ class Job:
         count = sum(int((batch.targets != IGNORED).sum()) for batch in own)
         return int(all_gather_floats(self.sharded.comm, [count], "tokens to train on").sum())
 
-    def clip_and_set_lr(self, step: int) -> tuple[float, float]:
+    def clip_and_set_lr(self, step: int) -> tuple[Tensor, float]:
         """Clip the gradients of step ``step``, and set its learning rate.
 
         Returns:
-            The gradient norm before clipping, and the learning rate.
+            The gradient norm before clipping, 0-dim, on the device, and the learning rate.
         """
         norm = self.sharded.clip_grad_norm_(self.recipe.optimizer.clip)
         lr = learning_rate(step, self.recipe.run.steps, self.recipe.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return float(norm), lr
+        return norm, lr
 
     def update(self) -> None:
         """Update the parameters; with a loss scale only if no rank's gradients overflowed."""
@@ -108,10 +117,11 @@ class Job:
         """Replace the parameters by their moving averages in the block, if the recipe has any."""
         return nullcontext() if self.ema is None else self.ema.applied()
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
+    def _loss(self, batch: MicroBatch, in_host: MicroBatch) -> Tensor:
         """The sum over the tokens that are trained on."""
-        batch = batch.to(self.sharded.comm.device)
-        return language_model.summed_loss(self.model, batch, self.head)
+        some = bool((in_host.targets == IGNORED).any())  # the device would be waited for
+        ignored = IGNORED if some else None
+        return language_model.summed_loss(self.model, batch, self.head, ignored)
 
 
 def build(recipe: Recipe, comm: Comm, rows: RowSource | StreamedRows, vocabulary: int) -> Job:

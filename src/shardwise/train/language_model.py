@@ -56,12 +56,26 @@ def logits(model: nn.Module, batch: MicroBatch) -> Tensor:
     return out
 
 
-def summed_loss(model: nn.Module, batch: MicroBatch, head: nn.Module | None = None) -> Tensor:
-    """The cross-entropy summed over the targets; with ``head``, it runs only where they are."""
+def summed_loss(
+    model: nn.Module,
+    batch: MicroBatch,
+    head: nn.Module | None = None,
+    ignored: int | None = IGNORED,
+) -> Tensor:
+    """The cross-entropy summed over the targets; with ``head``, it runs only where they are.
+
+    ``ignored`` is the target of other places, ``None`` if there are none.
+    """
     if head is None:
         every, targets = logits(model, batch).float().flatten(0, 1), batch.targets.flatten()
         return F.cross_entropy(every, targets, reduction="sum", ignore_index=IGNORED)
-    compute = partial(chunked_cross_entropy, head=head, target=batch.targets, reduction="sum")
+    compute = partial(
+        chunked_cross_entropy,
+        head=head,
+        target=batch.targets,
+        ignore_index=ignored,
+        reduction="sum",
+    )
     with in_place_of_logits(head, compute) as computed:
         logits(model, batch)
     return computed[0]

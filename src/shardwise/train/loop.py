@@ -137,7 +137,7 @@ def train(
             if recipe.data.format != "text" and recipe.data.packing is True:
                 check_packing(job.model, data.tokenizer.get_vocab_size(), comm.device)
         plan = _report_built(job, data, logger, foresight)
-        with closing(job.batches):
+        with closing(job.ahead):
             run = _Loop(job, data, logger, (requests or SignalRequests(), plan))
             outcome = run.run(start)
         if not outcome.stopped:
@@ -186,9 +186,7 @@ class _Loop:
         self._slow_ranks = SlowRanks(partial(seconds_waited, job.sharded))
         self._state = RunState()
         self._evaluated: Evaluated | None = None
-        self._steps = (
-            self._config.steps
-        )  # fewer, if the text ends before, or validations do not improve
+        self._steps = self._config.steps  # fewer if the text ends, or validations do not improve
         self.placement: Placed | None = None
 
     def resume(self, start: Start) -> None:
@@ -200,7 +198,7 @@ class _Loop:
         with self._logger.busy("reading the checkpoint"):
             start, self._state = self._checkpoints.resume(start)
         self._job.batches.start(self._state.streams)
-        if all_gather_floats(self._comm, [self._job.batches.ended()], "end of text").any():
+        if all_gather_floats(self._comm, [self._job.ahead.ended()], "end of text").any():
             self._steps = self._state.step
         self._stop_if_stale()
         if self._steps == 0:
@@ -264,14 +262,16 @@ class _Loop:
         is_first = not self._throughput.seconds_per_step
         busy = self._logger.busy("taking the first step") if is_first else nullcontext()
         with self._recorded(step), busy, self._throughput.step(job.tokens_per_step):
-            share = job.forward_backward(step - 1)
-            norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
+            own_loss = job.forward_backward(step - 1)
+            own_norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
             scale = job.scaler.get_scale() if job.scaler.is_enabled() else None
             self._retry_failed_save(job.update)
             exchanged = self._outer.step()
+            # The one wait for the device, when all of the step is issued.
+            share, norm = torch.stack([own_loss, own_norm]).tolist()
         request = max(self._requests.take(step), self._logger.requested())
         memory_now, waited = memory_in_use(self._comm.device), self._slow_ranks.last
-        values = (share, memory_now, request, job.batches.ended(), waited)
+        values = (share, memory_now, request, job.ahead.ended(), waited)
         per_rank = all_gather_floats(self._comm, values, "loss")
         if slow := self._slow_ranks.end(per_rank[:, 4].tolist()):
             self._logger.log(Warned(slow))
@@ -370,7 +370,7 @@ class _Loop:
 
     def _save(self) -> bool:
         self._logger.sync()
-        positions = self._job.batches.positions()
+        positions = self._job.ahead.positions()
         of_ranks = all_gather_object(self._comm, positions, "positions in the text")
         streams = [stream for streams in of_ranks for stream in streams]
         self._state = replace(self._state, streams=streams)
