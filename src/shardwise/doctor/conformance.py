@@ -214,15 +214,6 @@ class _Small(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _optimizers(sharded: Sharded, plain: nn.Module, adamw: bool) -> list[torch.optim.Optimizer]:
-    """The same for the sharded model and for the plain one."""
-    if not adamw:
-        models = (sharded.model, plain)
-        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-    other = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-4)
-    return [optim.AdamW(sharded, lr=0.01, eps=1e-4), other]
-
-
 @dataclass(frozen=True)
 class _Way:
     """A way to train the small model, and how far it may be from the plain one."""
@@ -236,25 +227,48 @@ class _Way:
 
 def _parity(comm: Comm, _: Path, way: _Way) -> str:
     """Losses, gradient norms and parameters of ``STEPS`` steps, against one process."""
-    plain, model = _model(comm), _model(comm)
-    sharded = shard(model, way.strategy, comm=comm, precision=Precision(param_dtype=way.compute))
-    optimizers = _optimizers(sharded, plain, way.adamw)
-    pairs = []
-    for step in range(STEPS):
-        batches = [_batch(comm, step, number) for number in range(way.accumulation)]
-        loss, norm = _sharded_step(sharded, batches, comm)
-        pairs += [(loss, _plain_loss(plain, batches))]
-        pairs += [(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    states = model.state_dict()
-    pairs += [(states[name], value) for name, value in plain.state_dict().items()]
-    sharded.unshard()
-    worst = max(_error(found, right) for found, right in pairs)
+    right = _of_one_process(comm, way)  # first: beside a sharded model its optimizer is warned of
+    found = _of_ranks(comm, way)
+    worst = max(map(_error, found, right))
     if worst > way.tolerance:
         raise _Wrong(f"differs from one process by {worst:.1e}, and {way.tolerance:.0e} is allowed")
     return f"equals one process within {worst:.1e}"
+
+
+def _of_one_process(comm: Comm, way: _Way) -> list[Tensor]:
+    """Losses and norms of the plain model, on all ranks' rows; then its parameters."""
+    model, numbers = _model(comm), list[Tensor]()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if way.adamw:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    for batches in _steps(comm, way):
+        losses = [F.cross_entropy(model(x), y) / len(batches) for x, y in batches]
+        total = torch.stack(losses).sum()
+        total.backward()
+        numbers += [total.detach(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*numbers, *model.state_dict().values()]
+
+
+def _of_ranks(comm: Comm, way: _Way) -> list[Tensor]:
+    """Return the same of the sharded model, in the same order."""
+    model, numbers = _model(comm), list[Tensor]()
+    sharded = shard(model, way.strategy, comm=comm, precision=Precision(param_dtype=way.compute))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if way.adamw:
+        optimizer = optim.AdamW(sharded, lr=0.01, eps=1e-4)
+    for batches in _steps(comm, way):
+        numbers += _sharded_step(sharded, batches, comm)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = model.state_dict().values()
+    sharded.unshard()
+    return [*numbers, *values]
+
+
+def _steps(comm: Comm, way: _Way) -> list[list[tuple[Tensor, Tensor]]]:
+    return [[_batch(comm, step, n) for n in range(way.accumulation)] for step in range(STEPS)]
 
 
 def _model(comm: Comm) -> nn.Module:
@@ -286,13 +300,6 @@ def _sharded_step(
             loss.backward()
         total += loss.detach()
     return comm.gather_rows(total, Label("gather", "losses")).mean(), sharded.clip_grad_norm_(1.0)
-
-
-def _plain_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    losses = [F.cross_entropy(model(x), y) / len(batches) for x, y in batches]
-    total = torch.stack(losses).sum()
-    total.backward()
-    return total.detach()
 
 
 def _beside(comm: Comm, _: Path, engine: str) -> str:
