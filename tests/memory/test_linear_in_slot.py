@@ -108,7 +108,7 @@ def test_gradients_have_the_bits_of_the_ordinary_way(
 def test_no_gradient_that_comes_once_is_copied(
     precision: sw.Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grad_hooks, "SMALL", 1)
+    monkeypatch.setattr(grad_hooks, "SMALL_GRADIENT", 1)
 
     def rank(comm: Comm) -> None:
         model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 5, bias=False))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.plan.spec import SMALL_GRADIENT
 from shardwise.torch_internals import (
     after_accumulation,
     disable_torch_function,
@@ -22,7 +23,6 @@ from shardwise.torch_internals import (
 )
 
 Hook = Callable[[Tensor], None]
-SMALL = 1 << 14  # elements of a gradient: below this a copy costs less than the call for it
 
 
 class Arrivals(list[Tensor]):
@@ -32,7 +32,7 @@ class Arrivals(list[Tensor]):
 
     def __init__(self, params: Sequence[nn.Parameter], numels: Sequence[int]) -> None:
         super().__init__()
-        self.small = [index for index, numel in enumerate(numels) if numel < SMALL]
+        self.small = [index for index, numel in enumerate(numels) if numel < SMALL_GRADIENT]
         self._numbers = {id(param): index for index, param in enumerate(params)}
 
     def __call__(self, param: Tensor) -> None:

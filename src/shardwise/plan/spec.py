@@ -28,6 +28,7 @@ from shardwise.plan.schedule.events import Policy, UnitBytes
 from shardwise.plan.units.units import Member, Unit
 from shardwise.plan.views import Views
 
+SMALL_GRADIENT = 1 << 14  # elements: below this a copy costs less than the call for it
 LARGEST_KEPT = 1 << 17  # bytes of a mean whose memory is kept
 
 

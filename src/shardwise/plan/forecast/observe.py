@@ -134,7 +134,7 @@ def _cues(
         if module in of_module:
             enter = partial(_enter, recording, of_module[module], precision)
             leave = partial(_leave, recording, of_module[module].name)
-            handles += [module.register_forward_pre_hook(enter)]
+            handles += [module.register_forward_pre_hook(enter, with_kwargs=True)]
             handles += [module.register_forward_hook(leave)]
         if dtype is not None and (module in of_module or module is model):
             casts = partial(_cast_inputs, dtype)
@@ -148,8 +148,10 @@ def _cues(
             handle.remove()
 
 
-def _enter(recording: Recording, unit: Unit, precision: Precision, *_: object) -> None:
-    recording.cue(Cue(Op.ENTER, unit.name, Phase.FORWARD))
+def _enter(
+    recording: Recording, unit: Unit, precision: Precision, _: nn.Module, args: Any, kwargs: Any
+) -> None:
+    recording.cue(Cue(Op.ENTER, unit.name, Phase.FORWARD), given=(args, kwargs))
     for member in unit.members:
         param = member.param
         dtypes = precision.of(param.dtype, param.requires_grad, precision.keeps(member.name))

@@ -22,6 +22,7 @@ from shardwise.plan.forecast.kernels import is_kernel, moved, products
 from shardwise.plan.forecast.work import Pass, Product, Span, UnitWork
 from shardwise.plan.order import mirror
 from shardwise.plan.schedule.events import Cue, Op, Order
+from shardwise.plan.spec import SMALL_GRADIENT
 from shardwise.torch_internals import (
     TorchDispatchMode,
     current_node,
@@ -96,22 +97,31 @@ class Recording(TorchDispatchMode):
         self._first_nodes = [next_sequence_number()]  # of each span of the forward pass
         self._calls: list[tuple[str | None, int]] = [(None, 0)]  # under way: unit, number of cue
         self._comes_back: list[bool] = []  # for each cue: does the call have a backward pass?
+        self._holds: list[bool] = []  # for each cue: does its end tell of small gradients?
+        self._first_small = dict[str, int]()
         self.first_gradients: dict[str, int] = {}  # by unit: the number of the backward span
 
     # ---- the step as it goes on ----------------------------------------------------------------
 
-    def cue(self, cue: Cue, output: Any = None) -> None:
-        """A call begins, or has ended with ``output``; a recomputation has no cues."""
+    def cue(self, cue: Cue, output: Any = None, given: Any = ()) -> None:
+        """A call begins, or has ended with ``output``; a recomputation has no cues.
+
+        Small gradients come when a call ends, if what it was ``given`` has a gradient or another
+        call with one is inside; as in ``runtime.forward_calls``.
+        """
         if self._backward:
             return
         self.cues.append(cue)
         self._comes_back.append(False)
+        self._holds.append(any(tensor.requires_grad for tensor in _tensors(given)))
         if cue.op is Op.ENTER:
             self._calls.append((cue.unit, len(self.cues) - 1))
         else:
             _, entered = self._calls.pop()
             comes = _has_nodes(output, self._first_nodes[entered])
             self._comes_back[entered] = self._comes_back[-1] = comes
+            self._holds[-1] = self._holds[entered]
+            self._holds[self._calls[-1][1]] |= comes and self._calls[-1][0] is not None
             made = {storage_key(t): t for t in _tensors(output) if not self.holds(t)}
             self._outputs[cue.unit] += sum(t.untyped_storage().nbytes() for t in made.values())
         self._first_nodes.append(next_sequence_number())
@@ -129,7 +139,8 @@ class Recording(TorchDispatchMode):
     def take_gradient(self, unit: str, param: Tensor) -> None:
         """A gradient has come. It goes to its bucket at once, so it is not alive here."""
         param.grad = None
-        self.first_gradients.setdefault(unit, len(self._backward) - 1)
+        first = self._first_small if param.numel() < SMALL_GRADIENT else self.first_gradients
+        first.setdefault(unit, len(self._backward) - 1)
 
     def copy_to_host(self, copy: object, nbytes: int) -> None:
         """Host memory has ``copy`` as long as that lives."""
@@ -201,8 +212,19 @@ class Recording(TorchDispatchMode):
             else:
                 backward[-1] = backward[-1].then(span)
             places.append(len(cues))
+        self._end_holds()
         self.first_gradients = {unit: places[at] for unit, at in self.first_gradients.items()}
         return Order(tuple(self.cues), tuple(cues)), tuple(forward), tuple(backward)
+
+    def _end_holds(self) -> None:
+        """Add small gradients to the others: at the end of their call, where that tells of them."""
+        cues, holds = mirror(self.cues), self._holds[::-1]
+        for unit, came in self._first_small.items():
+            own = [at for at, cue in enumerate(cues) if cue.unit == unit]
+            begun = [at for at in own if at < came]
+            is_held = bool(begun) and cues[begun[-1]].op is Op.ENTER and holds[begun[-1]]
+            at = next((end for end in own if end >= came), came) if is_held else came
+            self.first_gradients[unit] = min(at, self.first_gradients.get(unit, at))
 
     def work_of(self, unit: str | None) -> UnitWork:
         """The work of one unit, or of none."""
