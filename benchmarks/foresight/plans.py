@@ -76,7 +76,8 @@ def plan_of(case: Case) -> Plan:
     of_two = {unit: _sent(each, case) for unit, each in blueprint.nbytes.items()}
     nbytes = {unit: of_two.get(unit, of_two["blocks.1"]) for unit in work.units}
     placements = dict.fromkeys(work.units, blueprint.placement)
-    policy = replace(blueprint.policy, placements=placements)
+    averages = frozenset(work.units if blueprint.policy.averages else ())  # of all, not of two
+    policy = replace(blueprint.policy, placements=placements, averages=averages)
     if case.strategy in ("zero1", "no_shard"):
         kinds = modes(case.micro_batches)
     else:  # torch's FSDP reduces the gradients of each micro-batch
