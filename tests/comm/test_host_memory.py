@@ -110,7 +110,8 @@ def test_beside_an_accelerator_copies_follow_what_was_computed_and_are_waited_fo
     notes.clear()
     host.wait()
     host.wait()  # for nothing more
-    assert sorted(notes) == ["the host waits for load", "the host waits for store"]
+    first, last = sorted(("load", "store"), key=lambda name: f"the host waits for {name}" in notes)
+    assert notes == [f"{last} waits for {first}", f"the host waits for {last}"]
     assert host._storing == []
 
 

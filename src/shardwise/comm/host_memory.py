@@ -74,8 +74,12 @@ class HostMemory(Memory):
 
     def wait(self) -> None:
         """Wait until all copies are complete: host memory may be read and written then."""
-        while self._busy:
-            self._busy.pop().record_event().synchronize()  # HPU's streams have no synchronize()
+        if self._busy:
+            last = self._busy.pop()
+            for other in self._busy:
+                last.wait_stream(other)
+            last.record_event().synchronize()  # HPU's streams have no synchronize()
+        self._busy.clear()
         self._storing.clear()
 
     @contextmanager

@@ -70,7 +70,6 @@ class Gradients:
         self._views: list[Tensor] = []  # of it, and then of the gaps between them
         self.reducing: PendingReduction | None = None
         self.result: Tensor | None = None  # like the shard at rest, in the stored dtype
-        self._spread: Tensor | None = None  # a part of it is the sum of what is reduced
         self._spreading: Pending | None = None  # the other copies' parts of the result
         self.stored: Tensor | None = None  # the same, in host memory
         self._label = Label("reduce", spec.title)
@@ -203,7 +202,7 @@ class Gradients:
                     set_grad(self.spec.params[index], None)
         self.restore()
         # A transfer may read the bucket still where its group has failed.
-        self.full = self._bucket = self._spread = None
+        self.full = self._bucket = None
         self.reducing = self.result = self.stored = None
         self._views, self.carries = [], False
         for kept in (self._shown, self.arrived, self._reduced, self._lent):
@@ -335,23 +334,16 @@ class Gradients:
     def _to_copies(self, mean: Tensor) -> Tensor:
         """Send the copies this rank's part of the mean: ``[S]`` of all, as it is stored."""
         spec, copies = self.spec, self._mesh.replicate
-        full, self._spread = self._spread, None
-        if mean.dtype is not spec.dtypes.stored:
-            mean = mean.to(spec.dtypes.stored)
         if spec.copies == 1:
-            return mean
-        if full is None or full.dtype is not mean.dtype:
-            full = copies.memory.gradient(spec.layout.shard_numel, mean.dtype)
-            full.view(copies.size, -1)[copies.rank] = mean
+            return mean if mean.dtype is spec.dtypes.stored else mean.to(spec.dtypes.stored)
+        full = copies.memory.gradient(spec.layout.shard_numel, spec.dtypes.stored)
+        full.view(copies.size, -1)[copies.rank] = mean
         self._spreading = copies.all_gather(full, Label("spread", spec.title))
         return full
 
     def _reduce_over(self, at: int, full: Tensor, out: Tensor | None = None) -> PendingReduction:
-        """Issue one of the reductions; the last one writes where copies send their parts from."""
+        """Issue one of the reductions."""
         comm, reduction = self._averages[at]
-        if self.spec.copies > 1 and at == len(self._averages) - 1:
-            self._spread = comm.memory.gradient(self.spec.layout.shard_numel, reduction.sum)
-            out = self._spread.view(comm.size, -1)[comm.rank]
         return reduction.start(full, comm, self._label, out)
 
     def mean(self) -> Tensor | None:

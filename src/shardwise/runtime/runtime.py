@@ -160,9 +160,9 @@ class Runtime:
     def _finish(self, end: Cue, stay: Collection[str], pinned: Collection[str] = ()) -> None:
         """A pass is over: what is in flight is settled, and units are freed, with their pins."""
         self.facts.unpin({*stay, *pinned})
+        self._carry_out(self._decide(end))
         if end.phase is Phase.FORWARD or self.facts.reduces:  # an optimizer may step next
             self._expire(self.units.keys() - stay, steps_only=True)
-        self._carry_out(self._decide(end))
 
     # ---- the forward pass --------------------------------------------------------------------
 

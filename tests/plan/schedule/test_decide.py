@@ -521,7 +521,7 @@ def test_a_hybrids_reduce_goes_on_over_its_copies_and_is_settled_a_call_later() 
     hybrid = Policy(everywhere(FULL), averages=frozenset("abc"))
     facts = replace(TRAINED, reducing={"c": True, "b": False})
     done = [e for e in decide(hybrid, facts, BACK_OUT, LAST) if deepcopy(facts).take(e)]
-    assert shown(done) == "reduce a, settle c, average b"
+    assert shown(done) == "settle c, reduce a, average b"
     late = [e for e in hybrid.settling("b", Phase.BACKWARD, "late") if facts.take(e)]
     assert shown(late) == "average b, settle b"
     assert not facts.take(Event(Op.AVERAGE, "c", Phase.BACKWARD))

@@ -163,9 +163,7 @@ class Bucket:
             out = 0 if alone is reduction.sum else numel * reduction.sum.itemsize
             self._add(Kind.GRADIENTS, out)
             return sent, out, 0
-        spreads = spec.copies > 1 and at == len(spec.averages) - 1
-        out_numel = spec.layout.shard_numel if spreads else numel // axis.size
-        out = out_numel * reduction.sum.itemsize
+        out = numel // axis.size * reduction.sum.itemsize
         self._add(Kind.GRADIENTS, 0 if self._keeps else out)
         if encodes:
             sent = travels
@@ -215,7 +213,7 @@ class Bucket:
         out, dtype = self._out, spec.dtypes.sum
         if not out:  # one rank's sum is what was collected, and stays
             out = self._keep_collected()
-        if dtype is not spec.dtypes.stored:
+        if dtype is not spec.dtypes.stored or spec.copies > 1:
             stored = spec.layout.shard_numel * spec.dtypes.stored.itemsize
             self._add(Kind.GRADIENTS, stored)
             self._add(Kind.GRADIENTS, -out)

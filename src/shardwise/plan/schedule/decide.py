@@ -177,11 +177,14 @@ def _exit(policy: Policy, facts: Facts, cue: Cue, upcoming: Upcoming) -> list[Ev
         listed.append(Event(Op.FREE, unit, phase, reason))
     computed = phase is Phase.BACKWARD and not facts.backward[unit]
     if averages and computed and unit in facts.trained:
-        listed.append(Event(Op.REDUCE, unit, phase, "its gradients are complete"))
+        reduced = [Event(Op.REDUCE, unit, phase, "its gradients are complete")]
         for earlier, over_copies in facts.reducing.items():
             ended = policy.settling(earlier, phase, "one reduce stays in flight")
-            goes_on = earlier in policy.averages and not over_copies
-            listed += [next(ended)] if goes_on else ended
+            if over_copies:
+                listed += ended  # first: it gives its memory back
+            else:
+                reduced += [next(ended)] if earlier in policy.averages else ended
+        listed += reduced
     return listed
 
 
