@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,13 @@ def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (("--gpus", "2xL4", "--micro-batch", "3"), "such as 18"),
         (("--gpus", "2xL4", "--global-batch", "many"), "no quantity"),
         (("--gpus", "4xL4", "--global-batch", "130"), "nearest is --global-batch 512"),
+        (("--gpus", "2xL4", "--tokens", "1..5B"), "'1..5B' is no quantity"),
+        (("--gpus", "2xL4", "--tokens", "0"), "'0' is no quantity"),
+        (("--gpus", "2xL4", "--link", "0Gb/s"), "no link is called '0Gb/s'"),
+        (("--gpus", "2xL4", "--link", "100Mbit/s"), "between nodes, and there is one"),
+        (("--gpus", "2xL4", "--lora", "r=0"), "--lora r=0 names no rank"),
+        (("--gpus", "2xL4", "--machines", "README.md"), "README.md holds no machines"),
+        (("--gpus", "0xL4"), "such as 8xH100"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_one_sentence(
@@ -127,3 +135,60 @@ def test_no_recipe_names_a_function(capsys: pytest.CaptureFixture[str], tmp_path
     assert code == 1
     assert "a recipe cannot name" in error
     assert not written.exists()
+
+
+NETS = """
+import torch
+from dataclasses import dataclass
+from torch import nn
+@dataclass
+class Out:
+    first: torch.Tensor
+    rest: tuple
+class Net(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x.float().flatten(1))
+        return Out(y, (y * 2, None))
+def rows():
+    return Net(12, 4), torch.zeros(8, 3, 4)
+def tokens():
+    return Net(12, 4), torch.zeros(8, 12, dtype=torch.int64)
+def wrong():
+    return nn.Linear(4, 4), torch.zeros(2, 5)
+def frozen():
+    return Net(12, 4).requires_grad_(False), torch.zeros(2, 12)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "sentence"),
+    [
+        ("rows", 0, r"[\d,]+ rows/s per GPU"),
+        ("tokens", 0, r"[\d,]+ tokens/s per GPU"),
+        ("wrong", 1, r"stopped: RuntimeError: .*reduction dim.*"),
+        ("frozen", 1, "no output of the model depends on a parameter that is trained"),
+        ("", 1, "names no model"),
+    ],
+)
+def test_a_function_s_model_is_judged_by_its_own_outputs_and_inputs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, function: str, code: int, sentence: str
+) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    ended, out, error = plan(capsys, f"{tmp_path}/nets.py:{function}", "--gpus", "2 × L4")
+    assert ended == code
+    assert re.search(sentence, " ".join((out + error).split()))
+    assert "values" not in error
+
+
+def test_the_batch_of_a_function_s_model_is_in_what_its_input_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    asked = "--gpus", "2xL4", "--json", "--micro-batch", "4", "--global-batch"
+    for function, size in (("rows", "16"), ("tokens", str(16 * 12))):
+        _, out, _ = plan(capsys, f"{tmp_path}/nets.py:{function}", *asked, size)
+        said = json.loads(out)
+        assert said["counted"] == function
+        assert said["tokens_per_second"] * said["seconds"] == pytest.approx(int(size) / 2)
+    _, _, error = plan(capsys, f"{tmp_path}/nets.py:rows", "--gpus", "2xL4", "--seq", "8")
+    assert "returns its own" in " ".join(error.split())

@@ -75,6 +75,7 @@ class Row:
     planned_peak: int | None = None
     planned_milliseconds: float | None = None
     mfu: float | None = None
+    counted: str = "tokens"
 
 
 def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bool) -> list[Row]:
@@ -122,7 +123,8 @@ def _rows(asked: Question, bench: Bench, measured: Sequence[Measured]) -> list[d
         steps = 1e3 / one.milliseconds
         rates = time.work.tokens * asked.ranks * steps, time.work.flops * steps
         mfu = None if peak is None else rates[1] / peak
-        rows.append(asdict(Row(one.engine, one.milliseconds, *rates, one.sent, mfu=mfu)))
+        row = Row(one.engine, one.milliseconds, *rates, one.sent, mfu=mfu)
+        rows.append(asdict(replace(row, counted=time.work.counted)))
     return rows
 
 
@@ -149,7 +151,7 @@ def _print(rows: Sequence[Row], bench: Bench, as_json: bool) -> None:
         "engine",
         "ms",
         "planned",
-        "tokens/s",
+        f"{rows[0].counted}/s",
         "TFLOP/s",
         "MFU",
         "MB sent",

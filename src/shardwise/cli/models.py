@@ -55,8 +55,8 @@ def named_model(name: str | None) -> Named:
         return _decoder(name)
     if (Path(name) / "config.json").is_file():
         return _hugging_face(Path(name))
-    place, colon, attribute = name.rpartition(":")
-    if not colon:
+    place, _, attribute = name.rpartition(":")
+    if not (place and attribute):
         raise ConfigError(
             f"{name!r} names no model. Pass a recipe (recipe.yaml), a folder with a config.json, "
             "file.py:function, or package.module:function; a function returns a module, or a "

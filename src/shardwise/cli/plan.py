@@ -26,7 +26,9 @@ from shardwise.plan.forecast.verdict import Verdict
 from shardwise.recipe.read import set_key
 from shardwise.train.foresight import HERE
 
-QUANTITY = re.compile(r"([\d.,_]+) *([kmgbt]?)(?:i?b(?:ytes?)?|tok(?:ens?)?)?", re.IGNORECASE)
+QUANTITY = re.compile(
+    r"(\d[\d,_]*\.?\d*) *([kmgbt]?)(?:i?b(?:ytes?)?|tok(?:ens?)?)?", re.IGNORECASE
+)
 CLOSE = 0.1  # a global batch may be changed by so much, so that ranks have equal parts
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
@@ -51,7 +53,13 @@ class Asked:
         """Raises ``ConfigError`` for an accelerator or a link that is not known."""
         table = known() if self.machines is None else known().with_file(self.machines)
         per_host, name = devices(self.gpus)
-        return table.machine(name, per_host, between=self.link)
+        machine = table.machine(name, per_host, between=self.link)
+        if self.link is not None and self.nodes == 1:
+            raise ConfigError(
+                f"--link {self.link} is between nodes, and there is one. Add --nodes 2, or leave "
+                "--link out."
+            )
+        return machine
 
     @property
     def ranks(self) -> int:
@@ -76,7 +84,7 @@ class Asked:
     def rank_of_lora(self) -> int | None:
         if self.lora is None:
             return None
-        rank = re.fullmatch(r"(?:r *= *)?(\d+)", self.lora)
+        rank = re.fullmatch(r"(?:r *= *)?0*([1-9]\d*)", self.lora)
         if rank is None:
             raise ConfigError(f"--lora {self.lora} names no rank. Write --lora r=16.")
         return int(rank[1])
@@ -85,9 +93,9 @@ class Asked:
 def quantity(text: str) -> int:
     """``"1Mtok" → 1,000,000``, ``"15B" → 15,000,000,000``. Raises ``ConfigError``."""
     match = QUANTITY.fullmatch(text.strip())
-    if match is None:
+    number = float(match[1].replace(",", "").replace("_", "")) if match else 0.0
+    if match is None or int(number * SIZES[match[2].lower()]) < 1:
         raise ConfigError(f"{text!r} is no quantity. Write a number such as 1Mtok, 15B or 4096.")
-    number = float(match[1].replace(",", "").replace("_", ""))
     return int(number * SIZES[match[2].lower()])
 
 

@@ -15,6 +15,7 @@ from shardwise.cli.models import named_model
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine
+from shardwise.plan.forecast.observe import counted
 from shardwise.plan.forecast.question import Inputs, Question
 from shardwise.recipe.read import read_recipe
 from shardwise.recipe.recipe import Recipe
@@ -77,8 +78,15 @@ def planned(
             f"{name} gave a model without an input, so what it computes is not known. Return both: "
             "return model, torch.zeros(1, 2048, dtype=torch.int64)."
         )
+    if length is not None:
+        raise ConfigError(
+            f"--seq {length} is for models that shardwise makes inputs for, and {name} returns its "
+            "own. Return a longer or a shorter one, and leave --seq out."
+        )
     question = Question(found.model, lambda rows: _with_rows(found.inputs, rows), machine, ranks)
-    return Planned(question, length or LENGTH)
+    args, kwargs = _with_rows(found.inputs, 1)
+    batch = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return Planned(question, counted(batch)["tokens"])
 
 
 def _is_of_a_hub(name: str) -> bool:

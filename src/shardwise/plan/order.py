@@ -9,7 +9,6 @@ without memory or compute, and is corrected by what a real step did.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,18 +74,6 @@ def rehearse(
         for handle in handles:
             handle.remove()
     return Order(tuple(cues), mirror(cues))
-
-
-@contextmanager
-def without_values(advice: str) -> Iterator[None]:
-    """Raises ``ScheduleError`` with ``advice`` where a model asks for values of meta tensors."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        raise ScheduleError(
-            f"the rehearsal on the meta device stopped: {error}. The model depends on values, "
-            f"which meta tensors do not have. {advice}"
-        ) from error
 
 
 def on_meta(

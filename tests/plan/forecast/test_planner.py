@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from shardwise.config.prefetch import Prefetch
+from shardwise.plan.forecast import repeated
 from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Planner
+from shardwise.plan.forecast.question import Inputs, Question
 from shardwise.plan.units.wrap import Wrap, automatic, whole
 from tests.plan.forecast.test_repeated import decoder
 from tests.plan.forecast.test_search import question
@@ -67,3 +73,84 @@ def test_a_recipe_sets_all_that_was_chosen() -> None:
         "sharding.offload": "optimizer",
         "sharding.mesh": [4, 8],
     }
+
+
+class Block(nn.Module):
+    """A unit of its own wherever parameters are kept sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        return x + y
+
+
+class Blocks(nn.Module):
+    """Ten blocks that are alike; ``path`` says how one calls them."""
+
+    def __init__(self, path: Callable[[Blocks, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(10))
+        self.more = nn.ModuleList(nn.Linear(256, 256) for _ in range(10))
+        self.path = path
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.path(self, x)
+
+
+def by_number(model: Blocks, x: Tensor) -> Tensor:
+    for number in range(10):
+        x = model.layers[number](x)
+    return x
+
+
+def beside_another_list(model: Blocks, x: Tensor) -> Tensor:
+    for layer, more in zip(model.layers, model.more, strict=False):
+        x = more(layer(x))
+    return x
+
+
+def twice(model: Blocks, x: Tensor) -> Tensor:
+    for layer in (*model.layers, *model.layers):
+        x = layer(x)
+    return x
+
+
+def backwards(model: Blocks, x: Tensor) -> Tensor:
+    for layer in reversed(model.layers):
+        x = layer(x)
+    return x
+
+
+def all_kept(model: Blocks, x: Tensor) -> Tensor:
+    outputs = [x]
+    for layer in model.layers:
+        outputs.append(layer(torch.stack(outputs).sum(0)))
+    return torch.stack(outputs).mean(0)
+
+
+def every_fifth(model: Blocks, x: Tensor) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        x = layer(x.exp().log() if number % 5 == 4 else x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "path", [by_number, beside_another_list, twice, backwards, all_kept, every_fifth]
+)
+def test_few_blocks_stand_for_all_only_where_a_step_of_all_says_so(
+    path: Callable[[Blocks, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        model = Blocks(path)
+
+    def inputs(rows: int) -> Inputs:
+        return (torch.zeros(rows * 64, 256, device="meta"),), {}
+
+    asked = Question(model, inputs, known().machine("L4", 2), 2)
+    candidate = Candidate("full_shard", 4)
+    planned = Planner(asked).forecast(candidate)
+    monkeypatch.setattr(repeated, "FEWEST", 100)
+    assert planned == Planner(asked).forecast(candidate)

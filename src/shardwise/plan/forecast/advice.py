@@ -34,7 +34,7 @@ class Advice(NamedTuple):
 
 def advise(situation: Situation) -> Iterator[Advice]:
     """Yield what each rule says that applies to the situation."""
-    billions = f"{situation.parameters / 1e9:.2g} B parameters"
+    billions = f"{_count(situation.parameters)} parameters"
     if situation.parameters < SMALL:
         yield Advice("no_shard", True, f"{billions} are below 1 B")
     else:
@@ -45,6 +45,13 @@ def advise(situation: Situation) -> Iterator[Advice]:
         yield Advice("full_shard", False, f"{situation.inside} is no NVSwitch")
     if situation.between is not None:
         yield from _between_hosts(situation, situation.between, billions)
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.2g} {letter}"
+    return f"{number:,}"
 
 
 def _between_hosts(situation: Situation, between: str, billions: str) -> Iterator[Advice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -28,13 +29,13 @@ EXACT = 4  # candidates of each strategy that are forecast whole
 
 def devices(text: str) -> tuple[int, str]:
     """``"8xH100" → 8, "H100"``: devices of a host. Raises ``ConfigError``."""
-    count, x, name = text.partition("x")
-    if not (x and count.strip().isdecimal() and int(count) > 0):
+    match = re.fullmatch(r"\s*0*([1-9]\d*)\s*[xX×]\s*(\S.*)", text)
+    if match is None:
         raise ConfigError(
             f"{text!r} does not say how many devices of which kind. Write a number, x and a name, "
             "such as 8xH100: those of one host."
         )
-    return int(count), name.strip()
+    return int(match[1]), match[2].strip()
 
 
 def plan(

@@ -147,9 +147,22 @@ class Table:
 
     @classmethod
     def read(cls, path: Path = TABLE) -> Table:
-        """Read a file of the form of ``machines.toml``, or JSON; its own entries only."""
-        text = path.read_text("utf-8")
-        entries = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        """Read a file of the form of ``machines.toml``, or JSON; its own entries only.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        try:
+            text = path.read_text("utf-8")
+            return cls._of(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ConfigError(
+                f"{path} holds no machines that can be read: {error}. `shardwise plan --calibrate "
+                "here.toml` writes such a file."
+            ) from error
+
+    @classmethod
+    def _of(cls, entries: Mapping[str, Any]) -> Table:
         accelerators = {
             name: Accelerator(name, **entry | {"aliases": tuple(entry.get("aliases", ()))})
             for name, entry in entries.get("accelerators", {}).items()
@@ -181,10 +194,10 @@ class Table:
         Raises:
             ConfigError: none has it.
         """
-        rate = re.fullmatch(r"([\d.,]+) ?gb(?:it)?(?:/s|ps)", name.strip().lower())
-        if rate is None:
+        rate = re.fullmatch(r"(\d[\d,]*\.?\d*) ?([mg])b(?:it)?(?:/s|ps)", name.strip().lower())
+        bits = float(rate[1].replace(",", "")) * (1e9 if rate[2] == "g" else 1e6) if rate else 0
+        if rate is None or not bits:
             return _by_name("link", name, self.links)
-        bits = float(rate[1].replace(",", "")) * 1e9
         return Link(name, bits / 8 * REACHED, 1e-5, f"its name, {REACHED} of it")
 
     def machine(

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import partial
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, cast
 
 import torch
@@ -20,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.precision import Precision
+from shardwise.errors import ConfigError, ScheduleError, ShardwiseError
 from shardwise.plan.forecast.recording import Recording
 from shardwise.plan.forecast.work import StepWork
-from shardwise.plan.order import on_meta, without_values
+from shardwise.plan.order import on_meta
 from shardwise.plan.schedule.events import Cue, Op, Phase
 from shardwise.plan.units.selection import checkpointed
 from shardwise.plan.units.units import Member, Unit, Units
@@ -34,13 +38,41 @@ from shardwise.torch_internals import (
     tree_map_only,
 )
 
+OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])  # code of no model
 Loss = Callable[[Any], Tensor]
 
 
 def loss_of(output: Any) -> Tensor:
-    """The model's own loss, as in ``transformers``; else the mean of its output."""
-    loss: Tensor | None = getattr(output, "loss", None)
-    return output.float().mean() if loss is None else loss
+    """The model's own loss, as in ``transformers``; else the mean of its logits, or of each output.
+
+    Raises:
+        ConfigError: no output depends on what is trained.
+    """
+    given = output.get if isinstance(output, Mapping) else partial(_attribute, output)
+    loss, logits = given("loss"), given("logits")
+    if isinstance(loss, Tensor):
+        return loss
+    whole = output if logits is None else logits
+    means = [tensor.float().mean() for tensor in _tensors(whole) if tensor.requires_grad]
+    if not means:
+        raise ConfigError(
+            "no output of the model depends on a parameter that is trained, so there is no step to "
+            "plan. Set requires_grad, or return the outputs that the loss is made of."
+        )
+    return torch.stack(means).sum()
+
+
+def _attribute(output: Any, name: str) -> Any:
+    return getattr(output, name, None)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in containers and dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors(vars(leaf))
 
 
 def observe(
@@ -64,7 +96,8 @@ def observe(
         loss: of what the model returns.
 
     Raises:
-        ScheduleError: the model looks at values, which the meta device does not have.
+        ConfigError: no output depends on what is trained.
+        ScheduleError: the model looks at values, which the meta device does not have, or fails.
     """
     empty = on_meta(model, units, precision)
     state = {f"model.{name}": tensor for name, tensor in empty.items()}
@@ -77,7 +110,7 @@ def observe(
     with (
         _forwards(_recomputed(units, checkpointing, recording)),
         _cues(model, units, precision, recording),
-        without_values("Run a step: it shows what it takes."),
+        _without_values(),
         _fused_attention(),
         recording,
     ):
@@ -90,7 +123,7 @@ def observe(
             for unit in dict.fromkeys(cue.unit for cue in order.forward)
         },
         rest=recording.work_of(None),
-        tokens=_tokens(batch),
+        **counted(batch),
         order=order,
         forward=forward,
         backward=backward,
@@ -98,6 +131,23 @@ def observe(
         inputs=sum({storage_key(t): t.untyped_storage().nbytes() for t in batch}.values()),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
     )
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Raises ``ScheduleError`` where a model fails, and says so where it asks for values."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(OTHERS)]
+        place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+        why = f"{place}{type(error).__name__}: {str(error).rstrip('.')}."
+        if isinstance(error, NotImplementedError) or "called on meta tensors" in str(error):
+            why += " The model depends on values, which meta tensors do not have."
+            why += " Run a step: it shows what it takes."
+        raise ScheduleError(f"the rehearsal on the meta device stopped: {why}") from error
 
 
 class _Step(nn.Module):
@@ -118,9 +168,12 @@ def _collect(leaf: Tensor, unit: str, recording: Recording) -> None:
         leaf.register_post_accumulate_grad_hook(partial(recording.take_gradient, unit))
 
 
-def _tokens(batch: Sequence[Tensor]) -> int:
-    ids = (tensor.numel() for tensor in batch if not tensor.is_floating_point())
-    return next(ids, len(batch[0]) if batch and batch[0].ndim else 0)
+def counted(batch: Sequence[Tensor]) -> dict[str, Any]:
+    """Count a micro-batch: elements of its first rows of integers, or else rows."""
+    ids = (t for t in batch if t.dtype in (torch.int64, torch.int32) and t.ndim > 1)
+    if (first := next(ids, None)) is not None:
+        return {"tokens": first.numel(), "counted": "tokens"}
+    return {"tokens": len(batch[0]) if batch and batch[0].ndim else 1, "counted": "rows"}
 
 
 @contextmanager

@@ -201,13 +201,28 @@ class Planner:
         return _Depth(self.question.model, stack, stack.depth if stack else 0)
 
     def _stack(self, candidate: Candidate) -> Stack | None:
-        """The blocks that are alike, where each is of units of its own."""
+        """The blocks that are alike, where each is of units of its own and few stand for all."""
         model = self.question.model
         stack = stack_of(model, max(1, candidate.recompute))
         if stack is None:
             return None
         units = self._units(candidate, _Depth(model, None, 0))
-        return stack if {*range(stack.depth)} <= {stack.number_of(u.name) for u in units} else None
+        if not {*range(stack.depth)} <= {stack.number_of(unit.name) for unit in units}:
+            return None
+        return stack if self._once("alike", lambda: self._is_alike(candidate, stack)) else None
+
+    def _is_alike(self, candidate: Candidate, stack: Stack) -> bool:
+        """Is a step of few blocks, repeated, that of all? A model may compute between them.
+
+        Asked once, of one micro-batch without recomputation.
+        """
+        plain, every = replace(candidate, recompute=0), replace(stack, period=1)
+        whole = _Depth(self.question.model, None, 0)
+        try:
+            repeated = self._work(plain, _Depth(whole.model, every, every.depth))
+        except Exception:  # noqa: BLE001 - a model's own code may count its blocks
+            return False
+        return repeated == self._work(plain, whole)
 
     def _depths(self, candidate: Candidate) -> list[_Depth]:
         whole = self._whole(candidate)
@@ -230,7 +245,8 @@ class Planner:
 
     def _draw(self, candidate: Candidate, depth: _Depth) -> Blueprint:
         question, placement = self.question, placement_of(candidate.strategy)
-        shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, None)
+        per_host = min(question.machine.per_host, question.ranks)
+        shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, per_host)
         grid = Grid.of(0, question.ranks, placement.splits, shape)
         grid = Grid(*(axis._replace(shared=question.shared) for axis in grid))
         device = torch.device(question.machine.accelerator.device)
@@ -270,18 +286,22 @@ class Planner:
         rows = candidate.micro_batch
         how = candidate.checkpointing, candidate.computes, _stay_gathered(candidate)
 
+        few = self._shallow(depth.stack, depth.stack.kept) if depth.stack else depth
+
         def make() -> StepWork:
-            observed = self._once(("observed", rows, how), observe_few)
-            return deepen(observed, depth.stack, depth.blocks) if depth.stack else observed
+            observed = self._once(("observed", rows, how, few.blocks), observe_few)
+            if depth.stack is None:
+                return observed
+            buffers = sum(buffer.nbytes for buffer in depth.model.buffers())
+            return replace(deepen(observed, depth.stack, depth.blocks), buffers=buffers)
 
         def observe_few() -> StepWork:
-            few = self._shallow(depth.stack, depth.stack.kept) if depth.stack else depth
             args, kwargs = self.question.inputs(rows)
             given = few.model, self._units(candidate, few), args, kwargs
             asked = self._precision(candidate), self.question.loss
             return observe(*given, candidate.checkpointing, *asked)
 
-        return self._once(("work", rows, how, depth.blocks), make)
+        return self._once(("work", rows, how, few.blocks, depth.blocks), make)
 
     def recipe(self, candidate: Candidate) -> dict[str, Any]:
         """The keys of a recipe that set it, with names in full."""

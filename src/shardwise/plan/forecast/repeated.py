@@ -37,8 +37,11 @@ class Stack:
 
     @property
     def kept(self) -> int:
-        """Blocks of the shallow model: before and after a period at least one."""
-        return 3 * self.period + (self.depth % self.period)
+        """Blocks of the shallow model: before a period at least two, after it at least one.
+
+        What the first block is given, the model may still hold when the second one begins.
+        """
+        return max(4, 3 * self.period + self.depth % self.period)
 
     def number_of(self, unit: str) -> int | None:
         """The block in which a unit of this name lies; ``None``: in none."""
@@ -68,10 +71,10 @@ def stack_of(model: nn.Module, period: int = 1) -> Stack | None:
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """Equal for modules with the same parameters and buffers."""
+    """Equal for modules with the same parameters, buffers and printed options."""
     state = (*module.named_parameters(), *module.named_buffers())
     own = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in state]
-    return (type(module), *own)
+    return (type(module), repr(module), *own)
 
 
 def shallow(model: nn.Module, stack: Stack, blocks: int) -> nn.Module:

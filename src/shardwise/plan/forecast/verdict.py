@@ -47,7 +47,7 @@ class Verdict:
         fixes: single changes, first those after which it fits; empty where it fits.
         advice: of the rules of thumb.
         searched: how many candidates were estimated.
-        tokens: of the whole run, where they are known.
+        tokens: of the whole run, where they are known; rows of a model that has no tokens.
         recipe: the keys of a recipe that set ``best``.
     """
 
@@ -96,13 +96,14 @@ class Verdict:
     def first_line(self) -> str:
         """The whole verdict in one line."""
         time, errors = self.best.time, self.errors
+        rate = f"{time.tokens_per_second:,.0f} {time.work.counted}/s"
         parts = [
             f"peak {_gb(self.peak)} ({self.peak / self.capacity:.0%}) ± {errors.memory:.0%}",
-            f"{time.tokens_per_second:,.0f} tokens/s per {self._device} ± {errors.time:.0%}",
+            f"{rate} per {self._device} ± {errors.time:.0%}",
             f"MFU {time.mfu():.0%}",
         ]
         if self.days is not None and self.tokens is not None:
-            parts.append(f"{_duration(self.days)} for {_count(self.tokens)} tokens")
+            parts.append(f"{_duration(self.days)} for {_count(self.tokens)} {time.work.counted}")
         name = self.machine.accelerator.name
         memory = "" if "GB" in name else f" {self.capacity / 1e9:.0f} GB"
         return f"{WORDS[self.says]} on {self.ranks:,} × {name}{memory}: {', '.join(parts)}"
@@ -175,16 +176,17 @@ class Verdict:
     def _other(self, forecast: Forecast) -> str:
         candidate, memory, time = forecast
         peak, rate = _gb(memory.peak + self.reserved), f"{time.tokens_per_second:,.0f}"
-        return f"  {rate:>8} tokens/s {peak:>9}  {candidate}; {_largest(time.parts)}"
+        return f"  {rate:>8} {time.work.counted}/s {peak:>9}  {candidate}; {_largest(time.parts)}"
 
     def _fixes(self) -> Iterator[str]:
         if not self.fixes:
             return
         yield ""
         yield "what would change that, one thing at a time:"
+        counted = self.best.time.work.counted.removesuffix("s")
         for change, peak, time, fits in self.fixes:
             total, says = _gb(peak + self.reserved), "fits" if fits else "does not fit"
-            yield f"  {change:<32} {total:>10}, {says}; time for a token {time - 1:+.0%}"
+            yield f"  {change:<32} {total:>10}, {says}; time for a {counted} {time - 1:+.0%}"
 
     def _advice(self) -> Iterator[str]:
         if not self.advice:
@@ -223,6 +225,7 @@ def _record(forecast: Forecast) -> dict[str, Any]:
         "by_unit": memory.by_unit,
         "seconds": time.seconds,
         "tokens_per_second": time.tokens_per_second,
+        "counted": time.work.counted,
         "mfu": time.mfu(),
         "parts": time.parts,
     }
@@ -246,6 +249,8 @@ def _gb(nbytes: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:,.1f} us"
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 

@@ -120,7 +120,8 @@ class StepWork:
     Attributes:
         units: each unit's, by name, in order of the first use.
         rest: what no unit does: modules without parameters around them, and the loss.
-        tokens: elements of the integer input of one micro-batch, or else its rows.
+        tokens: elements of the first input of rows of integers of one micro-batch, or else rows.
+        counted: which of them.
         order: the cues between the spans; those of calls without a backward pass only forward.
         forward, backward: the spans, one more than cues.
         first_gradients: for each unit that trains, the span of ``backward`` with its first one.
@@ -131,6 +132,7 @@ class StepWork:
     units: Mapping[str, UnitWork]
     rest: UnitWork
     tokens: int
+    counted: Literal["tokens", "rows"]
     order: Order
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
