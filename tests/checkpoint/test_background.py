@@ -133,6 +133,32 @@ def test_a_save_that_comes_too_early_is_skipped_or_waits(
     assert "step-2 is not saved: the save before it is still being written" in caplog.text
 
 
+def test_a_writer_that_is_stuck_is_named_while_all_wait_for_it(
+    tmp_path: Path,
+    listen: Callable[[Callable[[str, int], None]], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background, "FIRST_WARNING", 0.1)
+
+    def wait_until_named(point: str, rank: int) -> None:
+        until = time.monotonic() + 20
+        while point == "data written" and rank == 1 and time.monotonic() < until:
+            if "rank 1 still writes" in caplog.text:
+                return
+            time.sleep(0.01)
+
+    listen(wait_until_named)
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
+        assert saving is not None
+        saving.wait()
+
+    on_ranks(2, DECODER.build, rank)
+    assert f"s for {tmp_path / 'step-1'}, which rank 1 still writes: the disk " in caplog.text
+
+
 # --- when it fails ---------------------------------------------------------------------------
 
 

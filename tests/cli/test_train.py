@@ -22,6 +22,7 @@ from shardwise.recipe.read import read_recipe, to_yaml
 from shardwise.recipe.recipe import keys
 from shardwise.train.job import Job
 from tests.forked import forked
+from tests.ranks import free_port
 from tests.train.tiny import recipe_file
 
 Two = tuple[Path, subprocess.CompletedProcess[str]]
@@ -214,6 +215,16 @@ def test_asking_for_processes_inside_a_launcher_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert failed(str(recipe_file(tmp_path)), "--nproc", "2") == 1
     assert "--nproc is 2, but a launcher has already started " in capsys.readouterr().err
+
+
+def test_a_rank_waits_for_the_others_as_long_as_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, str(value))
+    assert failed(str(recipe_file(tmp_path)), "--timeout", "1") == 1
+    assert "within 1 s: no program listens at port " in capsys.readouterr().err
 
 
 # --- whole runs ------------------------------------------------------------------------------

@@ -28,9 +28,16 @@ def test_a_version_fits_or_does_not(found: str, needed: str, fits: bool) -> None
     assert Package("one", found, needed).fits is fits
 
 
+def test_a_package_of_an_extra_may_be_absent_but_not_too_old() -> None:
+    assert Package("peft", "", ">=0.21", extra="peft").fits
+    assert not Package("peft", "0.20", ">=0.21", extra="peft").fits
+
+
 def test_what_is_installed_here_fits() -> None:
     found = {one.name: one for one in packages()}
     assert found["torch"].needed == ">=2.11"
+    assert (found["peft"].needed, found["peft"].extra) == (">=0.21", "peft")
+    assert {"transformers", "bitsandbytes", "datasets"} <= set(found)
     # The wheel's own record may leave out what it was built for, such as +cu132.
     assert torch.__version__.startswith(found["torch"].found)
     assert found["torch"].tested == NEWEST_TESTED

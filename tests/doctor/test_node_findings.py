@@ -116,6 +116,7 @@ ALPHA = NodeFacts(
     folder="/runs",
     free=2**40,
     write=1e9,
+    recipe={"batch.rows": "16"},
 )
 BETA = replace(ALPHA, rank=1, host="beta", address="10.0.0.3")
 LINKS = [Measured(0, 1, 1e-4, 1e9), Measured(1, 0, 1e-4, 1e9)]
@@ -151,6 +152,12 @@ def test_nodes_that_are_alike_are_fine() -> None:
             "the value of NCCL_PROTO differs: nothing on alpha (rank 0); LL on beta (rank 1)",
             "on all nodes: unset NCCL_PROTO",
             False,
+        ),
+        (
+            {"recipe": {"batch.rows": "8"}},
+            "the recipe's batch.rows differs: 16 on alpha (rank 0); 8 on beta (rank 1)",
+            "on all nodes: copy the recipe of alpha",
+            True,
         ),
         (
             {"write": 0.0},

@@ -79,7 +79,7 @@ def examined(
     variables: tuple[dict[str, str], ...] = ({}, {}),
 ) -> list[tuple[int, str]]:
     """Status and output of the doctor on each host."""
-    options = (f"--master={master}", f"--timeout={timeout}", "--folder", str(folder))
+    options = ["--recipe=demo", f"--master={master}", f"--timeout={timeout}", f"--folder={folder}"]
     started = [
         shardwise(
             host,

@@ -36,13 +36,15 @@ from shardwise.checkpoint.save import Task, begin, finish, give_up
 from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
+from shardwise.comm.watchdog.desync import format_ranks
 from shardwise.errors import CheckpointError
 from shardwise.optim.sharded_model import ShardedModel
 
 log = logging.getLogger("shardwise")
 
-BUSY, DONE, FAILED = range(3)
+BUSY, DONE, FAILED, PUBLISHING = range(4)
 GLANCE = 0.05  # seconds between two looks while all ranks wait
+FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
 
 
 class Saving:
@@ -57,9 +59,11 @@ class Saving:
         self._cancelled = Event()
         self._copied = Event()  # all is copied and nothing had changed; or ``_wrong`` is set
         self._wrong = ""  # why this rank cannot save
+        self._has_left = False  # this rank's part is written
         self._ended = False  # this rank has written; rank 0 has published, too
         self._removed: tuple[str, ...] = ()
         self._saved: Saved | None = None
+        self._busy: list[int] = []  # ranks that still wrote when all were asked last
         self.failure = ""  # what check() raised; it is raised again, and by no later save
         name = f"saving {task.final.name}, rank {comm.rank}"
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -79,10 +83,13 @@ class Saving:
             self.finish_copy()  # it costs nothing now, and the writer waits for it
         alive = self._thread.is_alive()  # first: the thread sets ``_wrong`` before it ends
         wrong = self._wrong or ("" if alive or self._ended else "its writer died")
-        mine = FAILED if wrong else BUSY if alive else DONE
+        busy = PUBLISHING if self._has_left else BUSY
+        mine = FAILED if wrong else busy if alive else DONE
         flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
         flags[self._comm.rank] = mine
         self._comm.all_gather(flags, Label("agree", "saving")).wait()
+        # Rank 0 publishes, and waits for the parts of the others before.
+        self._busy = [rank for rank, state in enumerate(flags.tolist()) if state == BUSY] or [0]
         states = set(flags.tolist())
         if FAILED in states:
             self._fail(wrong)
@@ -95,6 +102,7 @@ class Saving:
 
     def wait(self) -> Saved:
         """Return when it is complete. Raises as ``check`` does."""
+        begin, next_warning = time.monotonic(), FIRST_WARNING
         while True:
             if self._thread.is_alive() and self._copied.is_set():
                 self._thread.join(GLANCE)
@@ -102,6 +110,14 @@ class Saving:
                 self._copying.over.wait(GLANCE)
             if (saved := self.check()) is not None:
                 return saved
+            waited = time.monotonic() - begin
+            if waited >= next_warning and self._comm.rank == 0:
+                next_warning *= 2
+                log.warning(
+                    "all ranks have waited %.0f s for %s, which %s still writes: the disk there is "
+                    "slow, or does not answer",
+                    *(waited, self.path, format_ranks(self._busy)),
+                )
 
     def begin(self) -> None:
         """Start to write."""
@@ -206,6 +222,7 @@ class Saving:
         task = self._task
         with explained(f"writing checksums beside {task.folder.name}"):
             leave_part(task.folder, self._comm.rank, part)
+        self._has_left = True
         if task.partial is not None and not part.error:
             parts = await_parts(task.folder, self._comm.size, self._cancelled)
             self._removed = finish(task, [Part.decode(some) for some in parts])

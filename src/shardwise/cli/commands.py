@@ -138,6 +138,12 @@ def _rank_and_step(
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="What `shardwise plan --calibrate` wrote: for planned times beside measured ones.",
 )
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    help="Seconds for which a rank waits for the others, at the start and in a step. "
+    " [default: 1800]",
+)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
 def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: Any) -> None:
     """The command; its help is ``TRAIN``."""
@@ -160,7 +166,7 @@ def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
 
     try:
         processes = ("--nproc", "--restarts", "--kill-rank", "--rehearse")
-        others = ("--verbose", "--force", "--machines", "--help")
+        others = ("--verbose", "--force", "--machines", "--timeout", "--help")
         return read_recipe(path, overrides, (*processes, *others))
     except ConfigError as error:
         if write_error_file(error):

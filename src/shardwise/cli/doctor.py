@@ -92,10 +92,15 @@ def _look(device: str | None, output: Path | None) -> None:
 
 def _package_lines(found: Sequence[Package]) -> list[str]:
     rows = [
-        (one.name, one.found or "none", one.needed, one.tested, "" if one.fits else "NO")
+        (one.name, one.found or "none", one.needed, one.tested, "" if one.fits else _install(one))
         for one in found
     ]
     return table(rows, ["package", "found", "needed", "newest tested", ""], left=5)
+
+
+def _install(package: Package) -> str:
+    extra = f"[{package.extra}]" if package.extra else ""
+    return f"NO: pip install 'shardwise{extra}'"
 
 
 def _device_lines(seen: Sequence[Devices]) -> list[str]:

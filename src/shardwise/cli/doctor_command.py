@@ -69,9 +69,10 @@ Exit status: 0 if all is well; 1 if something is missing, or a check did not pas
     show_default=True,
     help="Of --nodes: seconds in which all nodes have to come.",
 )
+@click.option("--recipe", help="Of --nodes: compare what it says on each of them.")
 def doctor(nodes: bool, output: Path | None, **options: Any) -> None:
     """The command; ``DOCTOR`` is what people read."""
-    keys = ("nnodes", "node_rank", "master", "folder", "timeout")
+    keys = ("nnodes", "node_rank", "master", "folder", "timeout", "recipe")
     of_nodes = {key: options.pop(key) for key in keys}
     if nodes:
         from shardwise.cli.doctor_nodes import NodesOptions, run_doctor_nodes

@@ -18,6 +18,7 @@ from shardwise.doctor.nodes import Report, examine
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.error_files import write_error_file
 from shardwise.launch.launcher import exit_with_launcher
+from shardwise.recipe.read import flatten, read_recipe
 
 RESULT = Path("shardwise-nodes.json")
 
@@ -31,6 +32,7 @@ class NodesOptions:
     master: str | None = None
     folder: Path = Path()
     timeout: float = 300.0
+    recipe: str | None = None
 
 
 def run_doctor_nodes(options: NodesOptions, output: Path | None) -> None:
@@ -47,7 +49,9 @@ def run_doctor_nodes(options: NodesOptions, output: Path | None) -> None:
         )
     exit_with_launcher(os.environ)
     try:
-        report = examine(launch, options.timeout, options.folder, _tell)
+        recipe = flatten(read_recipe(options.recipe).model_dump()) if options.recipe else {}
+        keys = {name: str(value) for name, value in recipe.items()}
+        report = examine(launch, options.timeout, options.folder, _tell, keys)
         _show(report, launch, output or RESULT)
     except ShardwiseError as error:
         if write_error_file(error):

@@ -10,7 +10,7 @@ from pathlib import Path
 class LaunchOptions:
     """Processes, restarts, a simulated crash, more output.
 
-    ``force`` and ``machines`` are those of ``Foresight``.
+    ``force`` and ``machines`` are those of ``Foresight``; ``timeout`` is that of ``connect``.
     """
 
     nproc: int | None
@@ -19,3 +19,4 @@ class LaunchOptions:
     verbose: bool
     force: bool = False
     machines: Path | None = None
+    timeout: float | None = None

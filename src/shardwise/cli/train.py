@@ -18,7 +18,7 @@ from shardwise.cli.launch_options import LaunchOptions
 from shardwise.cli.other_libraries import importing
 from shardwise.comm.machine.environment import read_launch
 from shardwise.errors import ConfigError
-from shardwise.launch.launcher import start
+from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.recipe.recipe import Recipe
 
 
@@ -31,6 +31,8 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         options: of the launch.
     """
     launch = read_launch(os.environ)
+    if launch is not None:  # before torch is imported: a launcher that dies meanwhile is missed
+        exit_with_launcher(os.environ)
     if launch is None and options.nproc is None:
         options = replace(options, nproc=_ranks_of(recipe, arguments[0]))
     _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe)
@@ -77,6 +79,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
         command += ["--kill-rank", "{}@{}".format(*options.kill_rank)]
     command += ["--verbose"] * options.verbose + ["--force"] * options.force
     command += [f"--machines={options.machines}"] * (options.machines is not None)
+    command += [f"--timeout={options.timeout}"] * (options.timeout is not None)
 
     def say(fact: str) -> None:
         click.echo(f"crashed   {fact}")

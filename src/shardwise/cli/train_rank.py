@@ -15,13 +15,13 @@ from shardwise.cli.launch_options import LaunchOptions
 from shardwise.cli.other_libraries import import_for, without_their_noise
 from shardwise.cli.progress import reporter
 from shardwise.cli.tables import table
-from shardwise.comm.machine.connect import connect
+from shardwise.comm.machine.connect import TIMEOUT, connect
 from shardwise.comm.machine.devices import device_count
 from shardwise.comm.machine.environment import Launch
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.launch.error_files import record_errors, write_error_file
-from shardwise.launch.launcher import EXIT_STOPPED, exit_with_launcher, launch_attempt
+from shardwise.launch.launcher import EXIT_STOPPED, launch_attempt
 from shardwise.launch.signals import save_and_stop_signals
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.foresight import Foresight
@@ -36,7 +36,6 @@ Kill = tuple[int, int] | None
 
 def run_rank(recipe: Recipe, launch: Launch, options: LaunchOptions) -> None:
     """Run as a rank of a launcher: an error is written to the error file that it reads."""
-    exit_with_launcher(os.environ)
     try:
         if options.nproc not in (None, launch.size):
             raise ConfigError(
@@ -65,7 +64,7 @@ def run(recipe: Recipe, launch: Launch | None, options: LaunchOptions) -> None:
     import_for(recipe)
     with (
         without_their_noise(),
-        connect(recipe.run.device) as comm,
+        connect(recipe.run.device, options.timeout or TIMEOUT) as comm,
         save_and_stop_signals(requests.save, requests.stop),  # until then nothing is to be saved
         reporter(recipe.run.log_every, restarted=attempt.number > 0) as report,
         record_errors(),

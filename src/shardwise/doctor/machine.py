@@ -21,6 +21,8 @@ from shardwise.errors import ConfigError
 from shardwise.launch.launcher import available_cores
 from shardwise.torch_internals.self_tests import NEWEST_TESTED
 
+OF_EXTRAS = ("transformers", "peft", "bitsandbytes", "datasets")  # whose versions change a run
+
 
 @dataclass(frozen=True)
 class Package:
@@ -30,17 +32,21 @@ class Package:
         found: its version; ``""`` if it is not installed.
         needed: what shardwise asks for, such as ``">=2.11"``; ``""`` if anything will do.
         tested: the newest release that the tests were run with; ``""`` if that matters little.
+        extra: that of shardwise which installs it; ``""`` if every run needs it.
     """
 
     name: str
     found: str
     needed: str = ""
     tested: str = ""
+    extra: str = ""
 
     @property
     def fits(self) -> bool:
-        """Test that the package is installed, and new enough."""
-        return bool(self.found) and _release(self.found) >= _release(self.needed)
+        """Test that the package is installed, unless it is an extra's, and new enough."""
+        if not self.found:
+            return bool(self.extra)
+        return _release(self.found) >= _release(self.needed)
 
 
 @dataclass(frozen=True)
@@ -75,15 +81,17 @@ class Variable:
 def packages() -> list[Package]:
     """Python, what shardwise needs, and the plug-ins that are installed."""
     python = metadata.metadata("shardwise")["Requires-Python"] or ""
-    lines = [line for line in metadata.requires("shardwise") or [] if "extra ==" not in line]
-    needed = [re.match(r"([\w.-]+)([^;]*)", line) for line in lines]  # "torch>=2.11; …"
+    lines = metadata.requires("shardwise") or []
+    # torch>=2.11, or peft>=0.21; extra == "peft"
+    needed = [re.match(r"([\w.-]+)([^;]*)(?:.*extra == .(\w+))?", line) for line in lines]
     tested = {"torch": NEWEST_TESTED}
     return [
         Package("python", platform.python_version(), python),
         *(
-            Package(each[1], _version(each[1]), each[2].strip(), tested.get(each[1], ""))
+            Package(name, _version(name), each[2].strip(), tested.get(name, ""), each[3] or "")
             for each in needed
-            if each
+            if each and (not each[3] or each[1] in OF_EXTRAS)
+            for name in [each[1]]
         ),
         *(Package(each.package, found) for each in ROWS if (found := _version(each.package))),
     ]

@@ -76,6 +76,7 @@ class NodeFacts:
         folder: looked at; ``free``: bytes there; ``write``: bytes per second, with fsync; 0: this
             user may not write there.
         open: programs of this run that listen on all interfaces: ``program:port``.
+        recipe: what it says here, key by key; empty if none was given.
     """
 
     rank: int
@@ -91,6 +92,7 @@ class NodeFacts:
     free: int = 0
     write: float = 0.0
     open: list[str] = field(default_factory=list)
+    recipe: dict[str, str] = field(default_factory=dict)
 
 
 def meets(launch: Launch, serves: bool, environ: Mapping[str, str]) -> Meets:

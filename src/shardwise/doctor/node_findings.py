@@ -152,6 +152,7 @@ def findings_after(
         *_clocks(by_rank, links),
         *_differences(nodes, "version of", lambda node: node.versions),
         *_differences(nodes, "value of", lambda node: node.variables),
+        *_differences(nodes, "recipe's", lambda node: node.recipe),
         *_folders(nodes, sharing),
         *_disks(nodes),
         *_open(nodes),
@@ -230,11 +231,12 @@ def _differences(
         first = values(nodes[0]).get(name, "")
         same = f"export {name}={first}" if first else f"unset {name}"
         install = f"pip install {name}=={first}" if first else f"pip uninstall {name}"
+        changes = {"version of": install, "value of": same}
         yield Finding(
             f"the {kind} {name} differs: {each}",
             "ranks would compute or communicate in different ways",
-            f"on all nodes: {same if kind.startswith('value') else install}",
-            stops=kind.startswith("version") and name in ("shardwise", "torch"),
+            f"on all nodes: {changes.get(kind, f'copy the recipe of {nodes[0].host}')}",
+            stops=kind == "recipe's" or (kind == "version of" and name in ("shardwise", "torch")),
         )
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol
@@ -65,10 +65,13 @@ class Report(NamedTuple):
         }
 
 
+NO_RECIPE: Mapping[str, str] = {}
 Tell = Callable[[Sequence[Finding]], None]
 
 
-def examine(launch: Launch, timeout: float, folder: Path, tell: Tell) -> Report:
+def examine(
+    launch: Launch, timeout: float, folder: Path, tell: Tell, recipe: Mapping[str, str] = NO_RECIPE
+) -> Report:
     """Examine all nodes. Every rank of the launch calls it; one of each host measures.
 
     Args:
@@ -76,6 +79,7 @@ def examine(launch: Launch, timeout: float, folder: Path, tell: Tell) -> Report:
         timeout: seconds that the ranks have to meet.
         folder: in which runs lie.
         tell: called with what is found before the nodes have met.
+        recipe: its keys and their values here, which are compared.
 
     Raises:
         ConfigError: two processes are the same rank, or this one has another token than rank 0.
@@ -91,7 +95,7 @@ def examine(launch: Launch, timeout: float, folder: Path, tell: Tell) -> Report:
     try:
         board = meeting.store()
         with ExitStack() as stack:
-            return _Examination(launch, seen, board, folder, stack).run()
+            return _Examination(launch, seen, board, folder, stack).run(recipe)
     except ShardwiseError as error:
         meeting.fail(error)
         raise
@@ -122,14 +126,15 @@ class _Examination:
         self._ranks = list(range(launch.size))
         self._mark = ""  # of a file that rank 0 leaves in its folder
 
-    def run(self) -> Report:
+    def run(self, recipe: Mapping[str, str]) -> Report:
         launch = self._launch
         if launch.rank == 0:  # a run's own token is not written to torch's store, even as here
             self._write("secrets", [secrets.token_hex(16) for _ in range(2)])
         other, self._mark = self._read("secrets")
         token = (derived(run_token(), "doctor") if run_token() else other).encode()
         facts = self._facts(token) if launch.local_rank == 0 else None
-        self._write(f"facts/{launch.rank}", facts and asdict(facts))
+        told = asdict(replace(facts, recipe=dict(recipe))) if facts else None
+        self._write(f"facts/{launch.rank}", told)
         nodes = [NodeFacts(**each) for each in self._read_all("facts") if each]
         links = self._measure(nodes, token) if facts else []
         self._write(f"links/{launch.rank}", [links, self._shares(nodes[0])])

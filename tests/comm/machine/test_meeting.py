@@ -34,10 +34,18 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def rank(
-    number: int, port: int, *, size: int = 2, host: str = "127.0.0.1", timeout: float = 60.0
+    number: int,
+    port: int,
+    *,
+    size: int = 2,
+    host: str = "127.0.0.1",
+    timeout: float = 60.0,
+    attempt: str = "",
 ) -> Meeting:
+    """With an ``attempt``, the launcher serves the store."""
     launch = Launch(number, size, number, host, port)
-    return Meeting(launch, serves=number == 0, timeout=timeout, attempt="0")
+    serves = number == 0 and not attempt
+    return Meeting(launch, serves=serves, timeout=timeout, attempt=attempt or "0")
 
 
 def waiting(*meetings: Meeting) -> tuple[list[threading.Thread], list[str]]:
@@ -112,6 +120,29 @@ def test_two_processes_of_one_rank_are_named_on_every_rank(
     assert [text.startswith(f"rank 1 could not connect: {named}") for text in raised] == [True] * 2
 
 
+def test_ranks_meet_though_their_hosts_have_restarted_them_unequally_often(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under torchrun's static rendezvous, whose store outlives the ranks."""
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    before = rank(0, port, attempt="0"), rank(1, port, attempt="0")
+    threads, raised = waiting(*before)
+    for thread in threads:
+        thread.join()
+    assert before[0].failure() == ""
+    with pytest.raises(RanksDisagree, match="rank 0 is not there"):
+        rank(1, port, attempt="1", timeout=0.3).store()  # it is started again, and again
+    assert "was started again after all had met" in before[0].failure()
+    threads, raised = waiting(rank(1, port, attempt="2"))
+    while len(caplog.messages) < 4:
+        time.sleep(0.01)
+    others, more = waiting(rank(0, port, attempt="1"))
+    for thread in [*threads, *others]:
+        thread.join()
+    assert raised + more == []
+    del store
+
+
 def test_a_process_with_another_run_token_is_refused_and_named(
     port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +171,7 @@ def test_without_the_token_nothing_of_the_run_can_be_named(
     meeting = rank(0, port, size=1)
     meeting.store().set("key", "value")
     keys = TCPStore("127.0.0.1", port, wait_for_workers=False).list_keys()
-    assert f"shardwise/{derived('a secret', 'meeting')}/0/7/group/key" in [
+    assert f"shardwise/{derived('a secret', 'meeting')}/7/0/group/key" in [
         key.replace("//", "/") for key in keys
     ]
     assert "secret" not in "".join(keys)

@@ -18,7 +18,8 @@ import shardwise as sw
 from shardwise.comm.machine.connect import over
 from shardwise.comm.protocol import Label
 from shardwise.comm.watchdog import heartbeat, watchdog
-from shardwise.comm.watchdog.heartbeat import Heartbeats
+from shardwise.comm.watchdog.heartbeat import Heartbeats, limit
+from shardwise.errors import ConfigError
 from tests.ranks import gloo_group, outcomes_of
 
 
@@ -39,6 +40,16 @@ def test_a_rank_that_sends_none_is_silent_until_it_sends_again(
     monkeypatch.setattr(heartbeat, "INTERVAL", 10.0)
     theirs.send()
     assert mine.look(2) == {}
+
+
+def test_a_limit_that_is_no_number_of_seconds_is_refused_with_the_line_to_write() -> None:
+    assert limit({}) == 10.0
+    assert limit({"SHARDWISE_HEARTBEAT_SECONDS": "2.5"}) == 2.5
+    for text in ("10s", "0", "-1", "nan", "inf", ""):
+        with pytest.raises(
+            ConfigError, match=f"is '{text}'.*export SHARDWISE_HEARTBEAT_SECONDS=10"
+        ):
+            limit({"SHARDWISE_HEARTBEAT_SECONDS": text})
 
 
 def test_silent_ranks_are_described_first_with_their_last_heartbeats_and_stacks() -> None:

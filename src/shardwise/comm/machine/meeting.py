@@ -6,6 +6,10 @@ each rank looks in short steps, and says what it waits for:
     1. reach the store    its host's name resolves, and its port answers
     2. be there           each rank writes its host and process, so all know who is missing
     3. connect            on a thread; an error of one rank is in the store, and ends all waits
+
+A launcher's store may outlive the ranks, and each host counts its own restarts. So ranks meet in
+rounds: one that finds an earlier process of its own in the open round opens the next, and those
+who wait go there. Who has met already is told that a rank was started again.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class Meeting:
         launch: which rank this is, and where the store is.
         serves: does this rank serve the store?
         timeout: seconds that the ranks have to meet.
-        attempt: how often the launcher has restarted all ranks; its store may be the same.
+        attempt: how often the launcher of this host has restarted its ranks.
     """
 
     def __init__(self, launch: Launch, serves: bool, timeout: float, attempt: str) -> None:
@@ -68,8 +72,9 @@ class Meeting:
         self._since, self._next_warning, self._next_look = monotonic(), FIRST_WARNING, 0.0
         # Of lines with a rank and its process, which is 0 once it is connected.
         self._processes = f"host/{proc_namespace()}"
-        number, token = f"{attempt}/{next(_meetings)}", run_token()
+        number, token = next(_meetings), run_token()
         self._prefix = f"shardwise/{derived(token, 'meeting')}/{number}/"
+        self._attempt, self._round, self._has_met = attempt, 0, False
         self._fingerprint = derived(token, "fingerprint")
         # Of lines that all processes write, those with another token, too: see ``_refuse``.
         self._arrivals = f"shardwise/arrivals/{number}"
@@ -88,13 +93,14 @@ class Meeting:
         self._client = client = self._open()
         line = f"{self._launch.rank} {self._fingerprint} {self._name}\n"
         client.append(self._arrivals, line)  # type: ignore[attr-defined]
-        self._store = PrefixStore(self._prefix, client)
-        self._beats = Heartbeats(self._store, self._launch.rank)
-        self._appear(self._store)
+        self._store = self._appear(client)
         while not self._all_are_there(self._store):
             self._check(self._missing)
             sleep(POLL_INTERVAL)
-        return PrefixStore(f"{self._prefix}group/", new_client(client))
+            if self._is_over():
+                self._store = self._appear(client, opens=False)
+        self._has_met = True
+        return PrefixStore(f"{self._prefix}{self._round}/group/", new_client(client))
 
     def run(self, call: Callable[[], T]) -> T:
         """The result of ``call``, which connects all ranks in C++.
@@ -132,9 +138,12 @@ class Meeting:
 
     def failure(self) -> str:
         """Say why a rank has given up; ``""`` if none has."""
-        if self._store is None or not self._store.check(["failed"]):
+        if self._store is None:
             return ""
-        return self._store.get("failed").decode()
+        if self._store.check(["failed"]):
+            return self._store.get("failed").decode()
+        again = "a rank was started again after all had met, and waits for the others to be"
+        return again * (self._has_met and self._is_over())
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one gives up, and why."""
@@ -193,13 +202,33 @@ class Meeting:
             if fingerprint != self._fingerprint
         )
 
-    def _appear(self, store: Store) -> None:
-        """Write down that this rank is there."""
-        launch = self._launch
-        other = store.compare_set(f"rank/{launch.rank}", "", self._name).decode()
-        if other != self._name:
+    def _is_over(self) -> bool:
+        """Has a rank opened another round?"""
+        assert self._client is not None
+        with suppress(RuntimeError):  # the store has ended, which ``_check`` says in a sentence
+            return int(self._client.get(f"{self._prefix}round")) > self._round
+        return False
+
+    def _appear(self, client: Store, opens: bool = True) -> Store:
+        """Write down that this rank is there, in the open round; returns the store of that.
+
+        Args:
+            opens: open the next round if an earlier process of this rank is in it.
+        """
+        launch, key = self._launch, f"{self._prefix}round"
+        number = client.compare_set(key, "", "0")
+        while True:
+            self._round, store = int(number), PrefixStore(f"{self._prefix}{int(number)}/", client)
+            own = f"{self._attempt} {self._name}"
+            other = store.compare_set(f"rank/{launch.rank}", "", own).decode()
+            attempt, _, name = other.partition(" ")
+            if attempt == self._attempt or not opens:
+                break
+            number = client.compare_set(key, number.decode(), str(self._round + 1))
+        self._store, self._beats = store, Heartbeats(store, launch.rank)
+        if name != self._name:
             raise ConfigError(
-                f"two processes are rank {launch.rank} of {launch.size}: {other}, and "
+                f"two processes are rank {launch.rank} of {launch.size}: {name}, and "
                 f"{self._name}. One of them would wait for ever. Give each process a rank of its "
                 "own, and each run a MASTER_PORT of its own."
             )
@@ -210,6 +239,7 @@ class Meeting:
                 f"it as one of {size}. Start all with the same WORLD_SIZE."
             )
         self._write_process(os.getpid())
+        return store
 
     @property
     def _name(self) -> str:

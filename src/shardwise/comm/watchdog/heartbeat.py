@@ -6,6 +6,7 @@ A late rank that sends them is slow; one that sends none is frozen, or out of re
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import threading
@@ -16,9 +17,25 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.watchdog.call_site import activity, stack_of, user_call
 from shardwise.comm.watchdog.desync import by_ranks
+from shardwise.errors import ConfigError
 
-# Seconds in which a rank that does not answer is named.
-LIMIT = float(os.environ.get("SHARDWISE_HEARTBEAT_SECONDS", "10"))
+
+def limit(environ: Mapping[str, str]) -> float:
+    """Seconds in which a rank that does not answer is named."""
+    text = environ.get("SHARDWISE_HEARTBEAT_SECONDS", "10")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"SHARDWISE_HEARTBEAT_SECONDS is {text!r}, and must be a number of seconds above 0, in "
+            "which a rank that does not answer is named: export SHARDWISE_HEARTBEAT_SECONDS=10"
+        )
+    return seconds
+
+
+LIMIT = limit(os.environ)
 INTERVAL = LIMIT / 10  # seconds between two heartbeats
 MOST = 8  # ranks that a report describes
 
