@@ -18,8 +18,9 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 
 from shardwise.comm.machine import meeting as meeting_module
 from shardwise.comm.machine.environment import Launch
-from shardwise.comm.machine.meeting import Meeting, on_thread
+from shardwise.comm.machine.meeting import Meeting
 from shardwise.comm.machine.run_token import derived
+from shardwise.comm.watchdog.waits_in_cpp import WaitsInCpp
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.forked import forked
 from tests.ranks import free_port
@@ -273,8 +274,8 @@ def test_a_call_in_torch_ends_when_the_check_raises() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        on_thread(lambda: time.sleep(60), check)
-    assert on_thread(lambda: 3, check) == 3
+        WaitsInCpp().carry_out(lambda: time.sleep(60), check)
+    assert WaitsInCpp().carry_out(lambda: 3, check) == 3
 
 
 MEETS = """

@@ -20,7 +20,6 @@ import os
 import platform
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +36,7 @@ from shardwise.comm.machine.run_token import RUN_TOKEN, derived, run_token
 from shardwise.comm.transports.shared_memory import proc_namespace
 from shardwise.comm.watchdog.desync import format_ranks
 from shardwise.comm.watchdog.heartbeat import Heartbeats
+from shardwise.comm.watchdog.waits_in_cpp import WaitsInCpp
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
 
 T = TypeVar("T")
@@ -277,7 +277,7 @@ class Meeting:
 
     def _run(self, call: Callable[[], T], why: Callable[[], str]) -> T:
         try:
-            return on_thread(call, lambda: self._check(why))
+            return WaitsInCpp().carry_out(call, lambda: self._check(why), POLL_INTERVAL)
         except DistError as error:
             raise RanksDisagree(f"the ranks cannot connect ({error}). {CHECKS}") from error
 
@@ -335,19 +335,3 @@ def new_client(store: Store) -> Store:
     """Another client of the same store, whose blocking calls those of ``store`` do not wait for."""
     socket.socket().close()  # raises if this process can open none, which torch would try for long
     return store.clone()  # type: ignore[attr-defined, no-any-return]
-
-
-def on_thread(call: Callable[[], T], check: Callable[[], None]) -> T:
-    """The result of ``call``, which waits in C++; meanwhile ``check`` and Ctrl-C may raise here."""
-    result: Future[T] = Future()
-
-    def carry_out() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised by ``result``
-            result.set_exception(error)
-
-    Thread(target=carry_out, name="shardwise-connect", daemon=True).start()
-    while not wait([result], POLL_INTERVAL).done:
-        check()
-    return result.result()

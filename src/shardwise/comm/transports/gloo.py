@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardwise.comm.machine.meeting import new_client, on_thread
+from shardwise.comm.machine.meeting import new_client
 from shardwise.comm.transports.messages import MessagesComm
 from shardwise.comm.transports.transport import IMMEDIATE, Shutdown
 from shardwise.comm.watchdog.desync import NO_TAG, PROBE_TAG, Collective
@@ -60,7 +60,7 @@ class GlooComm(MessagesComm):
         # A client of its own, or the watchdog would wait behind what gloo waits for.
         own = PrefixStore("gloo/", new_client(store))
         new_group = partial(ProcessGroupGloo, own, self.rank, self.size, limit)
-        self._group = on_thread(new_group, self._watchdog.raise_if_failed)
+        self._group = self._waits.carry_out(new_group, self._watchdog.raise_if_failed, 0.05)
 
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]

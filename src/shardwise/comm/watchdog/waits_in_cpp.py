@@ -23,13 +23,15 @@ class WaitsInCpp:
         self._thread = Thread(target=_carry_out, args=arguments, name="shardwise-wait", daemon=True)
         self._thread.start()
 
-    def carry_out(self, call: Callable[[], T], check: Callable[[], None]) -> T:
-        """The result of ``call``; meanwhile ``check`` may raise here."""
+    def carry_out(
+        self, call: Callable[[], T], check: Callable[[], None], glance: float = GLANCE
+    ) -> T:
+        """The result of ``call``; meanwhile ``check`` and Ctrl-C may raise here."""
         ended: Future[T] = Future()
         self._calls.put((call, ended))
         while True:
             with suppress(TimeoutError):
-                return ended.result(GLANCE)
+                return ended.result(glance)
             check()
 
     def close(self) -> None:
