@@ -14,6 +14,7 @@ import benchmarks.gpu.run
 import benchmarks.mutants.run
 import benchmarks.scorecard.run
 import benchmarks.slowlinks.run
+import benchmarks.soak.run
 import benchmarks.start.run
 import benchmarks.step.run
 from benchmarks.harness.command import command, follow, log
@@ -40,6 +41,7 @@ RUN = (
     "mutants",
     "scorecard",
     "slowlinks",
+    "soak",
     "start",
 )
 for name in (*PLANNED, *RUN):

@@ -1,0 +1,1 @@
+"""The trainer on two hosts, under faults at random, for as long as it is told."""
