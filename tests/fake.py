@@ -63,6 +63,7 @@ class FakeComm(Comm):
         return FakeComm(row, replicate, self.device), FakeComm(column, shard, self.device)
 
     def _counted(self, full: Tensor, label: Label) -> Tensor:
-        rows = rows_of(check_divisible(full, self.size, label), self.size)
+        flat = full if full.ndim == 2 else check_divisible(full, self.size, label)
+        rows = rows_of(flat, self.size)
         self.counters.sent(label.op, full.nbytes - full.nbytes // self.size)
         return rows

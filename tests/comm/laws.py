@@ -143,6 +143,21 @@ def reductions_are_close(comm: Comm) -> list[Tensor]:
     return []
 
 
+def a_message_may_be_the_same_for_every_rank(comm: Comm) -> list[Tensor]:
+    """All of what a rank has goes to each of the others, from the same memory."""
+    if comm.memory.shared or comm.has_reduce_scatter or comm.size == 1:
+        return []
+    comm.counters.reset()
+    dtype, received = torch.float32, list[Tensor]()
+    rows = values(comm.rank, N, dtype).expand(comm.size, -1)
+    out = comm.memory.gradient(N, dtype)
+    comm.exchange(rows, received.extend, Label("reduce", "all"), out).wait()
+    assert comm.counters.bytes_sent == {"reduce": (comm.size - 1) * N * 4}
+    for rank, piece in enumerate(received):
+        assert same_bits(piece, values(rank, N, dtype))
+    return received
+
+
 def rows_come_in_rank_order(comm: Comm) -> list[Tensor]:
     rows = comm.gather_rows(values(comm.rank, N, torch.float32), Label("gather", "rows"))
     assert same_bits(rows, torch.stack([values(r, N, torch.float32) for r in range(comm.size)]))
@@ -316,6 +331,7 @@ Law = Callable[[Comm], list[Tensor]]
 COMMON: list[Law] = [
     gathers_concatenate_the_pieces,
     rows_come_in_rank_order,
+    a_message_may_be_the_same_for_every_rank,
     pieces_of_any_size_reach_their_rank,
     collectives_may_be_waited_for_in_any_order,
     waiting_twice_is_free,

@@ -16,6 +16,13 @@ def test_ranks_are_numbered_row_by_row() -> None:
     assert {(grid.replicate.size, grid.shard.size, grid.size) for grid in places} == {(2, 3, 6)}
 
 
+def test_ranks_send_messages_where_neither_memory_is_shared_nor_a_library_sums() -> None:
+    for axis in Grid.of(4, 6, splits=True, shape=Shape(2, 3)):
+        assert axis.by_messages
+        assert not axis._replace(shared=True).by_messages
+        assert not axis._replace(library=True).by_messages
+
+
 @pytest.mark.parametrize("shape", [None, Shape(2, 3)])
 def test_what_is_not_split_is_replicated_over_all_ranks(shape: Shape | None) -> None:
     grid = Grid.of(4, 6, splits=False, shape=shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.codec import Codec
-from shardwise.comm.protocol import Label, Pending
+from shardwise.comm.protocol import Comm, Label, Pending
 from shardwise.comm.reduction import Reduction, _sum_decoded, sum_in_rank_order
 from shardwise.comm.transports.local import LocalComm
+from tests.comm.laws import values
 from tests.comm.transports.test_backend import Named
 from tests.fake import FakeComm
+from tests.ranks import run_threads
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -62,6 +65,35 @@ def test_a_sum_of_encoded_pieces_does_not_depend_on_what_was_in_its_place() -> N
     row = codec.encode(torch.ones(8), 1, torch.empty(codec.nbytes(8), dtype=torch.uint8))
     _sum_decoded(out, codec, 2.0, [row] * 4)
     assert out.tolist() == [2.0] * 8
+
+
+WIRES = [(FP32, FP32), (BF16, FP32), (torch.int8, FP32), (torch.float8_e4m3fn, FP32)]
+
+
+@pytest.mark.parametrize(("wire", "wide"), WIRES)
+def test_all_of_a_sum_is_the_pieces_of_it_bit_for_bit(wire: torch.dtype, wide: torch.dtype) -> None:
+    """One collective, and as many bytes as two of halves."""
+    how = Reduction(wire, wide, "sqrt", before=2.0, after=3.0)
+
+    def rank(comm: Comm) -> None:
+        def start(how: Reduction) -> Tensor:
+            comm.counters.reset()
+            full = comm.memory.gradient(2 * 300, FP32).copy_(values(comm.rank, 2 * 300, FP32))
+            sent, out, pending = how.start(full, comm, Label("reduce"))
+            before = sent.clone()
+            pending.wait()
+            assert torch.equal(sent, before)
+            return out
+
+        piece = start(how)
+        halves = dict(comm.counters.bytes_sent)
+        whole = start(replace(how, whole=True))
+        assert comm.counters.calls == {"reduce": 1}
+        assert comm.counters.bytes_sent == {"reduce": 2 * halves["reduce"]}
+        pieces = comm.gather_rows(piece, Label("spread"))
+        assert torch.equal(whole, pieces.view(-1))
+
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("divisor", [8.0, 3.0])

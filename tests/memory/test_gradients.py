@@ -168,6 +168,20 @@ def test_at_most_two_gradient_buckets_exist_at_once(strategy: str) -> None:
     assert run_threads(2, rank) == [2, 2]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_copies_take_one_collective_for_a_bucket(world: int) -> None:
+    models = [decoder() for _ in range(world)]
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], "no_shard", comm=comm)
+        comm.counters.reset()
+        train(sharded.model, decoder_batch(comm.rank, 2))
+        calls, buckets = comm.counters.calls, len(sharded.buckets)
+        assert (calls["reduce"], calls.get("spread", 0)) == (buckets, buckets * (world > 2))
+
+    run_threads(world, rank)
+
+
 # ---- kinds of gradients --------------------------------------------------------------------------
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
+from shardwise.comm.grid import Grid
+from shardwise.config.options import Options
+from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
+from shardwise.plan.blueprint import draw_on, units_of
 from shardwise.plan.draw import draw
 from tests.copies import said
 from tests.nets import decoder
@@ -25,3 +30,13 @@ def test_a_rank_is_one_of_them(rank: int) -> None:
     assert said(ConfigError, lambda: draw(nn.Linear(2, 2), ranks=(rank, 4))) == (
         f"rank {rank} of 4: ranks are numbered from 0 to 3."
     )
+
+
+def test_on_an_accelerator_its_vendors_library_sums() -> None:
+    placement, options = placement_of("no_shard"), Options()
+    units = units_of(decoder(), None, placement, options)
+    for device in ("cpu", "cuda"):
+        grid = Grid.of(0, 2, splits=False)
+        blueprint = draw_on(grid, torch.device(device), units, placement, options)
+        assert {axis.by_messages for axis in blueprint.grid} == {device == "cpu"}
+        assert {spec.exchanges for spec in blueprint.buckets} == {device == "cpu"}

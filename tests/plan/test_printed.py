@@ -98,12 +98,11 @@ def test_shard_grad_op_as_it_is_printed() -> None:
 
 
 def test_no_shard_reduces_and_spreads_and_gathers_nothing() -> None:
-    listing = printed("no_shard")
-    assert "gather  " not in listing
-    assert (
-        "reduce  layers.1  # reduce-scatter + all-gather, 1.1 KiB, sends 1.1 KiB: "
-        "its gradients are complete" in listing
-    )
+    halves = "reduce-scatter + all-gather, 1.1 KiB, sends 1.5 KiB"
+    for world, how in ((2, "all-reduce, 1.1 KiB, sends 1.1 KiB"), (3, halves)):
+        listing = printed("no_shard", world)
+        assert "gather  " not in listing
+        assert f"reduce  layers.1  # {how}: its gradients are complete" in listing
 
 
 def test_layouts_show_dtypes_and_how_the_mean_is_formed() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.codec import wire_nbytes
 from shardwise.comm.grid import Axis, Grid, Shape
 from shardwise.config.options import Options
 from shardwise.config.placement import Placement
@@ -308,6 +309,41 @@ def test_bytes_of_a_grid_of_three_rows_of_two_ranks(placement: Placement) -> Non
             stored=4 * sum(rest[spec] for spec in trained),
             kept_sent=0,
         )
+
+
+NARROW_STORED = sw.Precision(torch.bfloat16, reduce_dtype=torch.float32)
+EXCHANGES: dict[str, tuple[int, Placement, sw.Precision, bool]] = {
+    "two copies": (2, DDP, sw.Precision(), True),
+    "in less": (2, DDP, sw.Precision(reduce_dtype=torch.int8), True),
+    "not in more than the mean takes": (2, DDP, NARROW_STORED, False),
+    "not three": (3, DDP, sw.Precision(), False),
+    "not pieces": (2, ZERO1, sw.Precision(), False),
+    "nor one": (1, DDP, sw.Precision(), False),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_two_copies_send_each_other_all_their_gradients(name: str) -> None:
+    """As many bytes as if each summed a half, in one collective: nothing is spread."""
+    world, placement, precision, expected = EXCHANGES[name]
+    for spec in specs(decoder(), 0, world, placement, Options(precision=precision)):
+        assert (spec.exchanges, spec.averages[-1][1].whole) == (expected, expected)
+        assert spec.spreads is (placement is DDP and world > 1 and not expected)
+        nbytes = bytes_of([spec], [spec])
+        assert bool(nbytes.spread) is spec.spreads
+        if expected:
+            assert nbytes.reduce_sent == wire_nbytes(spec.dtypes.reduce, spec.layout.numel, 2)
+
+
+@pytest.mark.parametrize("how", ["library", "shared"])
+def test_copies_send_halves_where_they_send_no_messages(how: str) -> None:
+    shard, replicate = Grid.of(0, 2, splits=False)
+    grid = Grid(shard, replicate._replace(**{how: True}))
+    for unit in choose_units(decoder()):
+        for spec in specs_of(unit, Options(), grid, DDP, ALIGNMENT):
+            assert spec.spreads
+            assert not spec.exchanges
+            assert spec.reduce_sent == 4 * spec.layout.numel  # a half, and a half of the mean
 
 
 def test_what_is_kept_is_sent_once() -> None:

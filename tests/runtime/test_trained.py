@@ -134,7 +134,7 @@ def reduced(recorder: Recorder) -> list[str]:
 def test_copies_wait_until_each_has_read_the_mean_of_the_others(
     strategy: str, fences: list[str]
 ) -> None:
-    comm, model = Late(0, 2), seeded(Chain)
+    comm, model = Late(0, 3), seeded(Chain)
     sw.shard(model, strategy, comm=comm)
     comm.fences.clear()
     train(model)

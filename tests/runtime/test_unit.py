@@ -57,8 +57,8 @@ def test_copies_spread_means_as_stored_or_join_what_is_trained_as_it_is_computed
     precision = sw.Precision(param_dtype=torch.bfloat16)
     found = {}
     for strategy in ("hybrid_shard", "hybrid_full"):
-        comm = FakeComm(0, 4)
-        sharded = sw.shard(mostly_frozen(), strategy, comm=comm, mesh=(2, 2), precision=precision)
+        comm = FakeComm(0, 6)
+        sharded = sw.shard(mostly_frozen(), strategy, comm=comm, mesh=(3, 2), precision=precision)
         found[strategy] = sharded.runtime.units["blocks.0"]
     _, trained = (bucket.layout.numel for bucket in found["hybrid_full"].buckets)
     spread, joined = (found[strategy].nbytes() for strategy in found)

@@ -51,7 +51,8 @@ class Mesh(NamedTuple):
     @property
     def grid(self) -> Grid:
         """The same in numbers."""
-        return Grid(*(Axis(n, c.rank, c.size, c.memory.shared) for n, c in enumerate(self)))
+        axes = ((c.rank, c.size, c.memory.shared, c.has_reduce_scatter) for c in self)
+        return Grid(*(Axis(n, *axis) for n, axis in enumerate(axes)))
 
 
 def gather_rows(mine: Tensor, axes: Sequence[Comm], label: Label) -> Tensor:

@@ -151,7 +151,8 @@ class Comm(ABC):
         """Send piece r of ``full`` to rank r, and ``on_received`` what every rank sent to this one.
 
         Args:
-            full: ``[size * n]``. Unchanged; it must not be written or freed before ``wait``.
+            full: ``[size * n]``; where ranks send messages also ``[size, n]``, whose rows may be
+                the same memory. Unchanged; it must not be written or freed before ``wait``.
             on_received: called once before ``wait`` returns, with ``size`` tensors ``[n]`` in rank
                 order, or with one tensor ``[size, n]``. They are valid during the call only: they
                 may be memory of peers.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.codec import Codec, codec_of, wire_nbytes
-from shardwise.comm.protocol import Comm, Completed, Label, Pending
+from shardwise.comm.protocol import Comm, Completed, Label, Pending, rows_of
 
 CHUNK = 1 << 16  # elements summed at a time, so that they stay in the L2 cache
 
@@ -46,6 +46,7 @@ class Reduction:
     # Division is exact where multiplication by 1/W is not (W = 3).
     before: float = 1.0  # divisor of the addends
     after: float = 1.0  # divisor of the sum
+    whole: bool = False  # does each rank get all of the sum, and not its piece?
 
     def start(
         self, full: Tensor, comm: Comm, label: Label, out: Tensor | None = None
@@ -53,7 +54,7 @@ class Reduction:
         """Issue the reduce-scatter of ``full``, ``[W * S]``, which is overwritten. A collective.
 
         Args:
-            out: the memory for this rank's piece, if there is more than one rank.
+            out: the memory for the result, if there is more than one rank.
         """
         sent, codec = full, codec_of(self.wire)
         if codec is None and full.dtype is not self.wire:
@@ -65,7 +66,7 @@ class Reduction:
             _divide(out, self.after)
             return PendingReduction(sent, out, Completed())
         if out is None:
-            out = comm.memory.gradient(sent.numel() // comm.size, self.sum)
+            out = comm.memory.gradient(sent.numel() // (1 if self.whole else comm.size), self.sum)
         if codec is not None:
             nbytes = wire_nbytes(self.wire, sent.numel(), comm.size)
             sent = codec.encode(sent, comm.size, comm.memory.gradient(nbytes, torch.uint8))
@@ -75,8 +76,12 @@ class Reduction:
         self, out: Tensor, sent: Tensor, codec: Codec | None, comm: Comm, label: Label
     ) -> Pending:
         divisor = float(comm.size) if self.how == "avg" else self.after
+        if self.whole:
+            sent = sent.expand(comm.size, -1)
         if codec is not None:
-            return comm.exchange(sent, partial(_sum_decoded, out, codec, divisor), label)
+            pieces = comm.size if self.whole else 1
+            on_received = partial(_sum_decoded, out, codec, divisor, pieces=pieces)
+            return comm.exchange(sent, on_received, label)
         if not comm.has_reduce_scatter or sent.dtype is not out.dtype:
             on_received = partial(sum_in_rank_order, out, divisor=divisor)
             return comm.exchange(sent, on_received, label, out if sent.dtype is out.dtype else None)
@@ -120,16 +125,16 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
 
 
 def _sum_decoded(
-    out: Tensor, codec: Codec, divisor: float, rows: Sequence[Tensor] | Tensor
+    out: Tensor, codec: Codec, divisor: float, ranks: Sequence[Tensor] | Tensor, pieces: int = 1
 ) -> None:
-    """``sum_in_rank_order`` of encoded pieces; on a device of all at once."""
+    """``sum_in_rank_order`` of so many encoded pieces of each; on a device of all at once."""
     with torch.no_grad():
-        if isinstance(rows, Tensor) and not rows.is_cpu:
-            torch.sum(codec.decode(rows, out.numel()), dim=0, dtype=out.dtype, out=out)
+        if isinstance(ranks, Tensor) and not ranks.is_cpu:
+            torch.sum(codec.decode(ranks, out.numel()), dim=0, dtype=out.dtype, out=out)
         else:
             out.zero_()
-            for row in rows:
-                out.add_(codec.decode(row[None], out.numel())[0])
+            for encoded in ranks:
+                out.add_(codec.decode(rows_of(encoded, pieces), out.numel() // pieces).flatten())
         _divide(out, divisor)
 
 

@@ -334,7 +334,7 @@ class Gradients:
     def _to_copies(self, mean: Tensor) -> Tensor:
         """Send the copies this rank's part of the mean: ``[S]`` of all, as it is stored."""
         spec, copies = self.spec, self._mesh.replicate
-        if spec.copies == 1:
+        if not spec.spreads:
             return mean if mean.dtype is spec.dtypes.stored else mean.to(spec.dtypes.stored)
         full = copies.memory.gradient(spec.layout.shard_numel, spec.dtypes.stored)
         full.view(copies.size, -1)[copies.rank] = mean

@@ -119,7 +119,9 @@ class Schedule:
         if event.op is Op.REDUCE and (self.grid.shard.size > 1 or self.grid.replicate.size == 1):
             return "reduce-scatter" + self._over("shard")
         spread = " + all-gather" if self.nbytes[event.unit].spread else ""
-        return f"reduce-scatter{spread}{self._over('replicate')}"
+        all_at_once = any(spec.exchanges for spec in self.specs if spec.unit == event.unit)
+        how = "all-reduce" if all_at_once else f"reduce-scatter{spread}"
+        return how + self._over("replicate")
 
 
 def _name(unit: str) -> str:

@@ -81,10 +81,25 @@ class BucketSpec:
     def averages(self) -> list[tuple[Axis, Reduction]]:
         """The axes over which gradients are summed, one after the other, and how."""
         axes = [axis for axis in (self.shard, self.replicate) if axis.size > 1] or [self.shard]
+        last = replace(self.reduction, whole=self.exchanges)
         if len(axes) == 1:
-            return [(axes[0], self.reduction)]
-        first, last = replace(self.reduction, after=1.0), replace(self.reduction, before=1.0)
+            return [(axes[0], last)]
+        first, last = replace(self.reduction, after=1.0), replace(last, before=1.0)
         return list(zip(axes, (first, last), strict=True))
+
+    @cached_property
+    def exchanges(self) -> bool:
+        """Do two copies send each other all their gradients, of which both take the mean?
+
+        As many bytes as of half of them and then of half the mean, in one collective.
+        """
+        is_narrow = self.dtypes.reduce.itemsize <= self.dtypes.stored.itemsize
+        return self.copies == 2 and self.replicate.by_messages and is_narrow
+
+    @property
+    def spreads(self) -> bool:
+        """Do copies send each other the part of the mean that each of them has summed?"""
+        return self.copies > 1 and not self.exchanges
 
     @cached_property
     def allocation(self) -> Allocation:
@@ -136,7 +151,9 @@ class BucketSpec:
     def _over_copies(self) -> int:
         wire, part = self.dtypes.reduce, self.layout.numel // self.shard.size
         over_copies = wire_nbytes(wire, part, self.replicate.size)
-        spread = part * self.dtypes.stored.itemsize if self.copies > 1 else 0
+        if self.exchanges:
+            return over_copies
+        spread = part * self.dtypes.stored.itemsize if self.spreads else 0
         return _to_others(over_copies + spread, self.replicate)
 
     @cached_property
@@ -236,7 +253,7 @@ def bytes_of(specs: Sequence[BucketSpec], trained: Sequence[BucketSpec]) -> Unit
     """Bytes of a unit's buckets, and of the gradients of the trained ones; padding included."""
     gathered = sum(spec.layout.numel * spec.dtypes.param.itemsize for spec in specs)
     gradients = sum(spec.layout.numel * spec.dtypes.collected.itemsize for spec in trained)
-    spread = sum(s.layout.numel * s.dtypes.stored.itemsize for s in trained if s.copies > 1)
+    spread = sum(s.layout.numel * s.dtypes.stored.itemsize for s in trained if s.spreads)
     joined = sum(s.layout.numel * s.dtypes.param.itemsize for s in specs if s.splits_copies)
     gather_sent, update_sent = sum(s.gather_sent for s in specs), sum(s.update_sent for s in specs)
     over_both = sum(spec.reduce_sent for spec in trained), sum(s.average_sent for s in trained)

@@ -124,7 +124,7 @@ class Trained:
             trainable = [b for b in counts if counts[b] or b in self._unreduced]
             state.train(trainable, all(counts[b] == len(b.params) for b in counts))
         self.buckets = [bucket for state in self._states for bucket in state.trainable]
-        copied = (b.mesh.replicate for b in self.buckets if b.spec.copies > 1)
+        copied = (b.mesh.replicate for b in self.buckets if b.spec.spreads)
         self._copies = list(dict.fromkeys(copied))
         self.units = frozenset(state.name for state in self._states if state.trainable)
         #: Does a bucket take part only until its gradients are reduced?

@@ -20,6 +20,7 @@ from shardwise.plan.printed import size
 from shardwise.plan.spec import BucketSpec
 from shardwise.tracing.operations import (
     all_gather,
+    all_reduce,
     load,
     reduce_scatter,
     store,
@@ -125,17 +126,18 @@ class Lines:
             axis=self.axis(spec, axis),
         )
 
-    def reduce_scatter(
-        self, prefix: str, spec: BucketSpec, full: fx.Node, axis: Axis, reason: str
+    def reduction(
+        self, prefix: str, spec: BucketSpec, full: fx.Node, at: int, reason: str
     ) -> fx.Node:
-        """A reduce-scatter that begins."""
+        """A reduce-scatter that begins, or an all-reduce; ``at``: over which of the axes."""
+        axis, how = spec.averages[at]
         wire, numel = spec.dtypes.reduce, full.meta["val"].numel()
         nbytes = wire_nbytes(wire, numel, axis.size)
-        sent = nbytes - nbytes // axis.size
+        sent = nbytes if how.whole else nbytes - nbytes // axis.size
         return self.call(
             self.named(prefix, spec),
-            of_shape(spec.dtypes.sum, numel // axis.size),  # what one rank sums
-            reduce_scatter,
+            of_shape(spec.dtypes.sum, numel // (1 if how.whole else axis.size)),  # what one sums
+            all_reduce if how.whole else reduce_scatter,
             *(full, spec.title, spec.dtypes.sum, *([] if codec_of(wire) is None else [wire])),
             note=f"{self._over(spec, axis)}sums {size(nbytes)}, sends {size(sent)}: {reason}",
             collective=Collective("reduce", spec.title, sent),

@@ -65,6 +65,8 @@ gradient_bucket = Primitive("gradient_bucket")
 #: ``(full, unit, dtype)``, ``[W * S]`` → in flight ``[S]``: this rank's piece of the ranks' sum.
 #: A fourth argument is the dtype of blocks in which it is sent.
 reduce_scatter = Primitive("reduce_scatter")
+#: The same, ``[S]`` → in flight ``[S]``: all of the sum of two ranks, which send each other all.
+all_reduce = Primitive("all_reduce")
 #: ``(full)``: release the memory of a gathered bucket.
 free = Primitive("free")
 #: ``(shard, dtype)``: from host memory to the device.
@@ -104,6 +106,14 @@ def reduce_scatter_impl(
     return Reduction(wire or full.dtype, dtype).start(full, comm, Label("reduce", unit))
 
 
+def all_reduce_impl(
+    comm: Comm, full: Tensor, unit: str, dtype: torch.dtype, wire: torch.dtype | None = None
+) -> PendingReduction:
+    """The same of all elements."""
+    how = Reduction(wire or full.dtype, dtype, whole=True)
+    return how.start(full, comm, Label("reduce", unit))
+
+
 def free_impl(comm: Comm, full: Tensor) -> None:
     """Free its memory; what all ranks map goes with its last tensor."""
     if not comm.memory.shared:
@@ -130,6 +140,7 @@ IMPLEMENTATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     wait: wait_impl,
     gradient_bucket: gradient_bucket_impl,
     reduce_scatter: reduce_scatter_impl,
+    all_reduce: all_reduce_impl,
     free: free_impl,
     load: load_impl,
     store: store_impl,

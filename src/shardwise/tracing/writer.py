@@ -226,7 +226,7 @@ class Half:
         )
         note = "before the sum, which a narrow dtype could not hold"
         full = self.lines.divided(full, how.before, self.lines.named("scaled", spec), note)
-        self.sums[spec] = self.lines.reduce_scatter("reducing", spec, full, axis, reason)
+        self.sums[spec] = self.lines.reduction("reducing", spec, full, 0, reason)
 
     def _average(self, spec: BucketSpec, reason: str) -> None:
         if spec not in self.sums:
@@ -236,8 +236,7 @@ class Half:
         if codec_of(spec.dtypes.reduce) is None:
             wire = self.lines.cast(wire, spec.dtypes.reduce, self.lines.named("narrowed", spec))
         reason = "the copies' sums, too"
-        begun = self.lines.reduce_scatter("reducing_copies", spec, wire, spec.replicate, reason)
-        self.sums[spec] = begun
+        self.sums[spec] = self.lines.reduction("reducing_copies", spec, wire, 1, reason)
 
     def _settle(self, spec: BucketSpec, reason: str) -> None:
         if spec not in self.sums:
@@ -246,7 +245,7 @@ class Half:
         total = self.lines.wait(f"summed{copies}", spec, self.sums.pop(spec), reason)
         mean = self._averaged(f"mean{copies and '_of_copies'}", spec, total)
         mean = self.lines.cast(mean, spec.dtypes.stored, self.lines.named("stored", spec))
-        if spec.copies > 1:
+        if spec.spreads:
             reason = "every rank needs the full mean"
             spreading = self.lines.all_gather(spec, "spread", mean, reason)
             mean = self.lines.wait("spread", spec, spreading)

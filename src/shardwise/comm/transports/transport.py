@@ -172,7 +172,7 @@ class Group(Comm):
     def exchange(
         self, full: Tensor, on_received: OnReceived, label: Label, out: Tensor | None = None
     ) -> Pending:
-        full = check_divisible(full, self.size, label)
+        full = full if full.ndim == 2 else check_divisible(full, self.size, label)
         collective = self._next("reduce_scatter", label, full.nbytes)
         transfer = self._exchange(collective, full, on_received, out)
         return self._in_flight(collective, transfer, full.nbytes - full.nbytes // self.size)

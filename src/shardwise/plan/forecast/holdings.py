@@ -78,8 +78,8 @@ class Ledger:
 class Bucket:
     """One bucket's memory, on one rank."""
 
-    def __init__(self, spec: BucketSpec, ledger: Ledger, by_messages: bool) -> None:
-        self.spec, self._ledger, self._by_messages = spec, ledger, by_messages
+    def __init__(self, spec: BucketSpec, ledger: Ledger) -> None:
+        self.spec, self._ledger = spec, ledger
         self._unit, self._allocation = spec.unit, spec.allocation
         full = spec.layout.numel * spec.dtypes.param.itemsize
         #: A full bucket that ranks map counts for each of them in part.
@@ -163,25 +163,26 @@ class Bucket:
             out = 0 if alone is reduction.sum else numel * reduction.sum.itemsize
             self._add(Kind.GRADIENTS, out)
             return sent, out, 0
-        out = numel // axis.size * reduction.sum.itemsize
+        out = numel // (1 if reduction.whole else axis.size) * reduction.sum.itemsize
         self._add(Kind.GRADIENTS, 0 if self._keeps else out)
         if encodes:
             sent = travels
             self._add(Kind.BUCKETS, sent)
         sums_in_place = not encodes and reduction.wire is reduction.sum
-        received = self._received_from_peers(axis, travels, sums_in_place)
+        piece = travels if reduction.whole else travels // axis.size
+        received = self._received_from_peers(axis, piece, sums_in_place)
         self._add(Kind.COMMUNICATION, received)
         return sent, out, received
 
-    def _received_from_peers(self, axis: Axis, sent: int, sums_in_place: bool) -> int:
+    def _received_from_peers(self, axis: Axis, piece: int, sums_in_place: bool) -> int:
         """Bytes of memory for what peers send, where messages carry it.
 
         Shared memory is read in place, and vendors' libraries sum. Where the sum has the dtype of
         what travels, one peer's part is received in the place of the sum.
         """
-        if not self._by_messages or axis.shared:
+        if not axis.by_messages:
             return 0
-        return sent // axis.size * (axis.size - 1 - sums_in_place)
+        return piece * (axis.size - 1 - sums_in_place)
 
     def _release(self) -> None:
         self._add(Kind.BUCKETS, -self._collected)
@@ -213,7 +214,7 @@ class Bucket:
         out, dtype = self._out, spec.dtypes.sum
         if not out:  # one rank's sum is what was collected, and stays
             out = self._keep_collected()
-        if dtype is not spec.dtypes.stored or spec.copies > 1:
+        if dtype is not spec.dtypes.stored or spec.spreads:
             stored = spec.layout.shard_numel * spec.dtypes.stored.itemsize
             self._add(Kind.GRADIENTS, stored)
             self._add(Kind.GRADIENTS, -out)
@@ -241,17 +242,12 @@ class Bucket:
 
 
 class Holdings:
-    """The memory of all buckets of one rank.
+    """The memory of all buckets of one rank."""
 
-    Args:
-        by_messages: transports send messages, as on CPU; otherwise a vendor's library sums.
-    """
-
-    def __init__(self, specs: Mapping[str, Sequence[BucketSpec]], by_messages: bool) -> None:
+    def __init__(self, specs: Mapping[str, Sequence[BucketSpec]]) -> None:
         self.ledger = Ledger()
         self._buckets = {
-            unit: [Bucket(spec, self.ledger, by_messages) for spec in each]
-            for unit, each in specs.items()
+            unit: [Bucket(spec, self.ledger) for spec in each] for unit, each in specs.items()
         }
 
     def collect(self, unit: str, keeps: bool = False) -> None:

@@ -148,7 +148,7 @@ class _Walk:
 
     def __init__(self, blueprint: Blueprint, optimizer: str) -> None:
         self._blueprint = blueprint
-        self._holdings = Holdings(blueprint.specs, by_messages=blueprint.device.type == "cpu")
+        self._holdings = Holdings(blueprint.specs)
         self.ledger = self._holdings.ledger
         for spec in blueprint.buckets:
             nbytes = state_nbytes(spec, blueprint.parameters, optimizer)
