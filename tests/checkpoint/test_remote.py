@@ -151,6 +151,22 @@ def test_another_save_of_the_same_name_replaces_the_old_one_when_it_is_complete(
     assert check_complete(copy).token == token
 
 
+def test_a_download_that_died_leaves_nothing_in_another_save_of_the_same_name(
+    tmp_path: Path,
+) -> None:
+    first, second = f"memory://{uuid.uuid4()}/run", f"memory://{uuid.uuid4()}/run"
+    for seed, url in ((1, first), (2, second)):
+        run = tmp_path / str(seed)
+        upload(saved(run, seed).rename(run / "step-9"), url)
+    files = len(remote_checkpoints(first)[0].manifest.files)
+    with watched(get_file=files - 1), pytest.raises(CheckpointError, match="downloading"):
+        download(first, tmp_path / "new")
+    folder = download(second, tmp_path / "new")
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        own = tmp_path / "2" / "step-9" / file.relative_to(folder)
+        assert file.read_bytes() == own.read_bytes()
+
+
 def test_a_download_that_died_goes_on_and_what_is_there_is_not_overwritten(
     url: str, tmp_path: Path
 ) -> None:

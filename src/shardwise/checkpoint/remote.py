@@ -129,7 +129,7 @@ def download(url: str, run: str | Path) -> Path:
 
 def _fetch(remote: Remote, run: Path) -> Path:
     name = remote.url.rpartition("/")[2].removesuffix(_suffix(remote.manifest))
-    target, partial = run / name, run / f".{name}.download"
+    target, partial = run / name, run / f".{name}{_suffix(remote.manifest)}.download"
     with suppress(CheckpointError):
         if check_complete(target).token == remote.manifest.token:
             return target
