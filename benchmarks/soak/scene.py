@@ -147,7 +147,7 @@ class Scene:
         for number in range(2):
             named = {"rank": self.rank(number), "torchrun": self.launcher(number)}
             for name, process in named.items():
-                with suppress(OSError):
+                with suppress(OSError, KeyError):  # it has just ended
                     found[f"{name} {number}", process] = _resources(process)
         return found
 
