@@ -36,6 +36,13 @@ def test_the_check_may_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     waits.close()
 
 
+def test_a_call_may_close_its_own_thread_as_garbage_does() -> None:
+    waits = WaitsInCpp()
+    waits.carry_out(waits.close, lambda: None)
+    waits._thread.join(60)
+    assert not waits._thread.is_alive()
+
+
 class Silent:
     """A store whose server is frozen from some time on: its calls do not return."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -37,7 +37,8 @@ class WaitsInCpp:
     def close(self) -> None:
         """End the thread; one that still waits ends later."""
         self._calls.put(None)
-        self._thread.join(GLANCE)
+        if self._thread is not current_thread():  # where garbage may be collected, too
+            self._thread.join(GLANCE)
 
     def __del__(self) -> None:
         self._calls.put(None)
