@@ -56,6 +56,21 @@ def test_a_folder_of_transformers_with_an_adapter(
     assert {other["candidate"]["strategy"] for other in said["others"]} >= {"no_shard", "zero1"}
 
 
+def test_a_strategy_and_a_micro_batch_narrow_the_search(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = str(tiny("llama", tmp_path) / "config.json")
+    of_one = "--strategy", "zero1", "--micro-batch", "3", "--seq", "32"
+    _, out, _ = plan(capsys, config, "--gpus", "2xL4", "--json", *of_one)
+    said: dict[str, Any] = json.loads(out)
+    assert said["searched"] > 10
+    assert said["candidate"]["strategy"] == "zero1"
+    assert said["candidate"]["micro_batch"] == 3
+    code, _, error = plan(capsys, config, "--gpus", "2xL4", "--strategy", "hybrid_shard")
+    assert code == 1
+    assert "one host of 2. Plan for more nodes" in " ".join(error.split())
+
+
 def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "old.yaml"
     written.write_text("mine")

@@ -19,7 +19,7 @@ from shardwise.comm.machine.environment import read_launch
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
 from shardwise.launch.launcher import exit_with_launcher, start
-from shardwise.plan.forecast.ask import ask, devices
+from shardwise.plan.forecast.ask import ask, candidates_of, devices
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.verdict import Verdict
@@ -153,14 +153,15 @@ def answer(model: str, asked: Asked) -> tuple[Planned, Verdict]:
     )
     subject = subject._replace(question=replace(subject.question, rows=asked.rows(subject)))
     tokens = None if asked.tokens is None else quantity(asked.tokens)
-    return subject, ask(subject.question, _chosen(subject, asked), tokens)
+    if subject.chosen is not None:
+        return subject, ask(subject.question, _changed(subject.chosen, asked), tokens)
+    strategy = asked.strategy and placement_of(asked.strategy).name
+    among = candidates_of(subject.question, strategy, asked.micro_batch)
+    return subject, ask(subject.question, None, tokens, among)
 
 
-def _chosen(subject: Planned, asked: Asked) -> Candidate | None:
-    """Return what a recipe or an option has decided."""
-    if asked.strategy is None and asked.micro_batch is None:
-        return subject.chosen
-    chosen = subject.chosen or Candidate("full_shard", 1)
+def _changed(chosen: Candidate, asked: Asked) -> Candidate:
+    """Return what a recipe has chosen, with what options say."""
     strategy = placement_of(asked.strategy or chosen.strategy).name
     return replace(chosen, strategy=strategy, micro_batch=asked.micro_batch or chosen.micro_batch)
 

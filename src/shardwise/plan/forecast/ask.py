@@ -125,6 +125,27 @@ def ask(
     )
 
 
+def candidates_of(
+    question: Question, strategy: str | None = None, micro_batch: int | None = None
+) -> list[Candidate]:
+    """All that are worth asking about; of one strategy and micro-batch, where these are given.
+
+    Raises:
+        ConfigError: the rows of a step cannot be split so, or the strategy needs more ranks.
+    """
+    every = list(_Search(question).candidates())
+    if micro_batch is not None:
+        question.check(Candidate("full_shard", micro_batch))
+        every = [*dict.fromkeys(replace(each, micro_batch=micro_batch) for each in every)]
+    few = [each for each in every if strategy in (None, each.strategy)]
+    if not few:
+        raise ConfigError(
+            f"{strategy} keeps a copy on each host, and {question.ranks:,} ranks are one host of "
+            f"{question.machine.per_host:,}. Plan for more nodes, or another strategy."
+        )
+    return few
+
+
 class _Search:
     """Facts of one question that its search goes by."""
 
