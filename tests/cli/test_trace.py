@@ -103,7 +103,9 @@ def test_a_grid_is_two_numbers_and_what_is_not_a_hybrid_ignores_it_in_a_comparis
     code, text = trace(capsys, "--strategy", "hybrid_shard", "--mesh", "2", "3", "--rank", "5")
     assert code == 0
     assert "hybrid_shard (replicate=2 × shard=3), rank 5 of 6" in text
-    assert "over replicate: 5.5 KiB, sends 2.8 KiB: every rank needs the full mean" in text
+    assert "over replicate: sums 5.5 KiB, sends 5.5 KiB: the copies' sums, too" in text
+    _, text = trace(capsys, "--strategy", "hybrid_shard", "--mesh", "3", "2")
+    assert "over replicate: 8.2 KiB, sends 5.5 KiB: every rank needs the full mean" in text
     code, text = trace(capsys, "--diff", "hybrid_full", "full_shard", "--mesh", "2", "2")
     assert code == 0
     assert ["forward:", "update", "2", "0"] in [line.split() for line in text.splitlines()]

@@ -70,7 +70,9 @@ class Ranks:
     def wait(self, is_so: Callable[[], object], seconds: float = 60.0) -> None:
         until = time.monotonic() + seconds
         while not is_so():
-            assert time.monotonic() < until, [self.text(number) for number in self.started]
+            assert time.monotonic() < until, "\n====\n".join(
+                self.text(number) for number in self.started
+            )
             time.sleep(0.05)
 
     def says(self, number: int, pattern: str, seconds: float = SECONDS) -> None:

@@ -20,6 +20,7 @@ from shardwise.comm.protocol import Label
 from shardwise.comm.watchdog import heartbeat, watchdog
 from shardwise.comm.watchdog.heartbeat import Heartbeats, limit
 from shardwise.errors import ConfigError
+from tests.comm.watchdog.test_watchdog import until
 from tests.ranks import gloo_group, outcomes_of
 
 
@@ -60,10 +61,18 @@ def test_silent_ranks_are_described_first_with_their_last_heartbeats_and_stacks(
     assert first.startswith("rank 1 has sent no heartbeat for 7 s: it is frozen, or its host ")
     assert f"The last one: process {os.getpid()} on " in first
     assert "last issued gather blocks.3" in first
-    assert second == "  rank 0 runs: no heartbeat yet"
+    assert second == "  rank 0 has sent no heartbeat yet"
     assert len(others) == heartbeat.MOST - 2 + 1
     assert others[-1].startswith("  stack of rank 1: ")
     assert "watchdog/test_heartbeat.py:" in others[-1]
+
+
+def test_the_first_heartbeat_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 60.0)
+    store = HashStore()
+    one = watchdog.Watchdog(store, 1, 2, lambda: None, 60.0)
+    until(lambda: store.check(["alive/1"]))
+    one.leave("the test ends")
 
 
 def be_frozen(rank: int, world: int, folder: str, transport: str) -> str:

@@ -168,7 +168,7 @@ def test_a_rank_whose_heartbeats_stop_is_named_with_its_last_one(
 ) -> None:
     mine, theirs = group.add(2), group.add(2)
     theirs.issue(A)
-    until(lambda: group.store.check(["alive/1"]))
+    until(lambda: "last issued gather" in group.store.get("alive/1").decode())
     theirs._stop.set()  # as a signal would stop it
     mine.issue(A)
     mine.issue(B)

@@ -81,6 +81,9 @@ class Heartbeats:
         """A line for each of ``ranks``, the silent ones first, and one for each stack."""
         lines = list[str]()
         for rank in sorted(ranks, key=lambda rank: rank not in silent)[:MOST]:
+            if rank not in self._seen:
+                lines.append(f"rank {rank} has sent no heartbeat yet")
+                continue
             how = "runs"
             if rank in silent:
                 how = f"has sent no heartbeat for {silent[rank]:.0f} s: it is frozen, or its host "

@@ -219,6 +219,7 @@ class Watchdog:
 
     def _run(self) -> None:
         since = next_check = next_warning = 0.0
+        self._beat()  # at once: of a rank that sent none, nobody could say that it sends no more
         while not self._stop.wait(POLL_INTERVAL):
             self._beat()
             try:
