@@ -63,3 +63,16 @@ def test_a_store_that_fails_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
 def test_what_rank_0_writes_alone_is_not_written_in_the_background() -> None:
     with pytest.raises(ValueError, match="kind: sharded"):
         CheckpointConfig(kind="full", asynchronous=True)
+
+
+def test_where_files_cannot_be_linked_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", no_links)
+    url = f"memory://{uuid.uuid4()}/run"
+    mirror = Mirror(url, None)
+    mirror.add(sw.shard(nn.Linear(3, 3)).save(tmp_path / "step-1").path)
+    assert mirror.take(wait=True)[-1].url == f"{url}/step-1"

@@ -82,5 +82,13 @@ def _linked(checkpoint: Path) -> Path:
     hidden = checkpoint.parent / f".{checkpoint.name}.mirror"
     shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed
     links = hidden / checkpoint.name
-    shutil.copytree(checkpoint, links, copy_function=os.link)
+    shutil.copytree(checkpoint, links, copy_function=_link)
     return links
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it where the file system has no hard links (exFAT, a bucket)."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
