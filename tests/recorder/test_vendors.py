@@ -101,15 +101,18 @@ def run_conformance(folder: Path, _: int) -> None:
 
 
 PROGRAMS = (run_toy, run_mnist, run_lora)
-DEVICES = {"cpu": PROGRAMS, **dict.fromkeys(("xpu", "hpu"), (*PROGRAMS, run_conformance))}
+MODULES: dict[str, type[Xpu]] = {"xpu": Xpu, "hpu": Hpu}
 
 
-def run_all(rank: int, world: int, folder: str, base: Path, ports: list[int]) -> list[list[str]]:
-    """The losses of each program on each device."""
+def run_all(
+    rank: int, world: int, folder: str, base: Path, ports: list[int], proved: list[str]
+) -> list[list[str]]:
+    """The losses of each program on each device; ``proved``: where the suite runs, too."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     losses = list[list[str]]()
-    for device, programs in DEVICES.items():
+    for device in ("cpu", *MODULES):
+        programs = (*PROGRAMS, *[run_conformance] * (device in proved))
         losses.append([])
         if device != "cpu":
             write_plugins(Path(folder) / str(rank), device)
@@ -131,17 +134,21 @@ def run_all(rank: int, world: int, folder: str, base: Path, ports: list[int]) ->
 
 @pytest.mark.spawn
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_programs_end_as_on_a_cpu_and_wait_for_all_that_they_need(tmp_path: Path) -> None:
+@pytest.mark.parametrize("proved", [["xpu"], pytest.param(["hpu"], marks=pytest.mark.prove)])
+def test_programs_end_as_on_a_cpu_and_wait_for_all_that_they_need(
+    tmp_path: Path, proved: list[str]
+) -> None:
     recipe(tmp_path)
-    for device in DEVICES:
+    for device in ("cpu", *MODULES):
         (tmp_path / device).mkdir()
-    ports = [free_port() for _ in range(sum(map(len, DEVICES.values())))]
-    outcomes = outcomes_of(WORLD, run_all, tmp_path, ports)
+    ports = [free_port() for _ in range(3 * len(PROGRAMS) + len(proved))]
+    outcomes = outcomes_of(WORLD, run_all, tmp_path, ports, proved)
     assert [outcome.error for outcome in outcomes] == ["", ""]
     on_cpu, on_xpu, on_hpu = outcomes[0].value
     assert on_cpu == on_xpu == on_hpu
     assert len(on_cpu) == 1 + 2 + 4
-    for device, module in (("xpu", Xpu), ("hpu", Hpu)):
+    for device in proved:
+        module = MODULES[device]
         result = json.loads((tmp_path / device / "result.json").read_text("utf-8"))
         assert (result["device"], result["device_name"]) == (device, module.model)
         assert [one["name"] for one in result["checks"] if one["passed"]] == list(CHECKS)

@@ -24,6 +24,9 @@ from tests.plan.forecast.test_repeated import EACH_ALONE, decoder
 BF16 = {"wrap": EACH_ALONE, "precision": Precision(param_dtype=torch.bfloat16)}
 
 
+FURTHER = [pytest.param(name, marks=pytest.mark.prove) for name in STRATEGIES if name != "no_shard"]
+
+
 def inputs(rows: int) -> Any:
     return (torch.zeros(rows, 32, dtype=torch.int64),), {}
 
@@ -33,7 +36,7 @@ def question(ranks: int = 8, rows: int | None = None) -> Question:
     return Question(decoder(), inputs, machine, ranks, rows, arguments=BF16)
 
 
-@pytest.mark.parametrize("rows", [None, 64])
+@pytest.mark.parametrize("rows", [None, pytest.param(64, marks=pytest.mark.prove)])
 def test_the_fastest_come_first_though_most_are_not_estimated(rows: int | None) -> None:
     asked = question(32, rows)
     every = list(candidates(32, 8, [1, 2], wires=(None, "int8")))[::37]
@@ -60,7 +63,7 @@ class Counted(Planner):
         return super().seconds(candidate)
 
 
-@pytest.mark.parametrize("rows", [None, 64])
+@pytest.mark.parametrize("rows", [None, pytest.param(64, marks=pytest.mark.prove)])
 def test_no_candidate_is_faster_than_was_thought_possible(rows: int | None) -> None:
     planner = Planner(question(32, rows))
     for candidate in list(candidates(32, 8, [1, 2], wires=(None, "int8")))[::61]:
@@ -140,7 +143,7 @@ def test_the_error_decides_what_is_promised(memory: float, status: int) -> None:
     assert ("one thing at a time" in str(verdict)) is (status != 0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["no_shard", *FURTHER])
 def test_each_strategy_may_be_the_fastest(strategy: str) -> None:
     verdict = ask(question(rows=16), among=[Candidate(strategy, 1)])
     assert verdict.best.candidate.strategy == strategy
