@@ -20,7 +20,7 @@ def test_ranks_send_messages_where_neither_memory_is_shared_nor_a_library_sums()
     for axis in Grid.of(4, 6, splits=True, shape=Shape(2, 3)):
         assert axis.by_messages
         assert not axis._replace(shared=True).by_messages
-        assert not axis._replace(library=True).by_messages
+        assert not axis._replace(vendor=True).by_messages
 
 
 @pytest.mark.parametrize("shape", [None, Shape(2, 3)])

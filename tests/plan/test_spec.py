@@ -335,7 +335,7 @@ def test_two_copies_send_each_other_all_their_gradients(name: str) -> None:
             assert nbytes.reduce_sent == wire_nbytes(spec.dtypes.reduce, spec.layout.numel, 2)
 
 
-@pytest.mark.parametrize("how", ["library", "shared"])
+@pytest.mark.parametrize("how", ["vendor", "shared"])
 def test_copies_send_halves_where_they_send_no_messages(how: str) -> None:
     shard, replicate = Grid.of(0, 2, splits=False)
     grid = Grid(shard, replicate._replace(**{how: True}))

@@ -255,7 +255,7 @@ Exit status: 0 it fits, 2 it does not, 3 the error decides; 1 if the question ca
 @click.option("--seq", type=click.IntRange(min=1), help="Tokens of a row.")
 @click.option("--global-batch", help="Tokens of a step, such as 1Mtok.")
 @click.option("--micro-batch", type=click.IntRange(min=1), help="Rows of a rank at a time.")
-@click.option("--strategy", help="Of this one only.")
+@click.option("--strategy", help="Only plans of this one.")
 @click.option("--lora", metavar="r=RANK", help="Train adapters of this rank.")
 @click.option("--quantize", type=click.Choice(["nf4", "fp4", "int8"]), help="The frozen base.")
 @click.option("--tokens", help="Of the whole run, such as 15B: how long it will take.")

@@ -20,12 +20,12 @@ class Axis(NamedTuple):
     rank: int
     size: int
     shared: bool = False  # do its ranks map one full bucket, so that a gather moves nothing?
-    library: bool = False  # does a vendor's library sum over it?
+    vendor: bool = False  # does a vendor's library sum over it?
 
     @property
     def by_messages(self) -> bool:
         """Do its ranks send each other messages, and sum what they receive?"""
-        return not (self.shared or self.library)
+        return not (self.shared or self.vendor)
 
 
 class Grid(NamedTuple):

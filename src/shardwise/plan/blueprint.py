@@ -103,8 +103,8 @@ def draw_on(
     grid: Grid, device: torch.device, units: Units, placement: Placement, options: Options
 ) -> Blueprint:
     """A blueprint for one rank of a model with these units."""
-    library, alignment = device.type != "cpu", row(device).alignment
-    grid = Grid(*(axis._replace(library=axis.library or library) for axis in grid))
+    vendor, alignment = device.type != "cpu", row(device).alignment
+    grid = Grid(*(axis._replace(vendor=axis.vendor or vendor) for axis in grid))
     cut = {unit.name: specs_of(unit, options, grid, placement, alignment) for unit in units}
     stay = with_residency(cut, units, options.unsharded)
     specs = {name: tuple(each) for name, each in stay.items()}

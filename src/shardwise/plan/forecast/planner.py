@@ -255,16 +255,12 @@ class Planner:
 
     def _units(self, candidate: Candidate, depth: _Depth) -> Units:
         key = "units", _stay_gathered(candidate), bool(candidate.recompute), depth.blocks
-        wrap, placement = (
-            dict(self.question.arguments).get("wrap"),
-            placement_of(candidate.strategy),
-        )
-        options = self._options(candidate, depth.model)
+        wrap, options = self.question.arguments.get("wrap"), self._options(candidate, depth.model)
+        placement = placement_of(candidate.strategy)
         return self._once(key, lambda: units_of(depth.model, wrap, placement, options))
 
     def _options(self, candidate: Candidate, model: nn.Module) -> Options:
-        given = dict(self.question.arguments)
-        given.pop("wrap", None)
+        given = {key: value for key, value in self.question.arguments.items() if key != "wrap"}
         whole = sum(p.numel() * p.itemsize for p in model.parameters())
         return Options(
             **given
