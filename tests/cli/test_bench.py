@@ -32,14 +32,16 @@ source = "made up"
 """
 
 
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.prove)])
 def test_an_engine_is_measured_and_planned(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
+    nproc: int, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     picture, here = tmp_path / "bench.png", tmp_path / "here.toml"
     here.write_text(HERE)
     asked = [
         f"--machines={here}",
+        f"--nproc={nproc}",
         "--engine",
         "full_shard",
         "--rounds",

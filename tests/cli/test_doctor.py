@@ -64,8 +64,8 @@ def test_the_variables_of_a_launcher_are_read_as_a_run_reads_them(
 def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(steps, "WIDTH", 32)
-    monkeypatch.setattr(steps, "STEPS", 2)
+    for name, few in {"LAYERS": 2, "WIDTH": 32, "WARM": 1, "STEPS": 2}.items():
+        monkeypatch.setattr(steps, name, few)
     assert run("--conformance", "--device=cpu", "--nproc=1", "--output", tmp_path / "r.json") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:26].strip() for line in lines if line.startswith("pass  ")] == list(CHECKS)

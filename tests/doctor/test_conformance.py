@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,11 +40,13 @@ def over_hccl(rank: int, world: int, folder: str) -> list[Result]:
     return results
 
 
-def test_what_is_wrong_is_named_with_its_rank() -> None:
+def test_what_is_wrong_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: CHECKS[name] for name in ("reduce-scatter", "all-gather", "broadcast")}
+    monkeypatch.setattr(conformance, "CHECKS", few)
     for results in run_threads(2, with_one_wrong_gather):
         failed = {one.name: one.found for one in results if not one.passed}
         assert failed["all-gather"] == "rank 1: 1 of 2 torch.float32 elements differ"
-        assert [one.name for one in results] == list(CHECKS)  # the others were run all the same
+        assert [one.name for one in results] == list(few)  # the others were run all the same
 
 
 def with_one_wrong_gather(comm: Comm) -> list[Result]:

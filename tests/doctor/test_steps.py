@@ -14,8 +14,8 @@ from tests.ranks import run_threads
 
 
 def test_each_strategy_has_a_time_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "WIDTH", 32)
-    monkeypatch.setattr(steps, "STEPS", 2)
+    for name, few in {"LAYERS": 2, "WIDTH": 32, "WARM": 1, "STEPS": 2}.items():
+        monkeypatch.setattr(steps, name, few)
     for costs in run_threads(2, all_costs):
         assert [cost.strategy for cost in costs] == list(STRATEGIES)
         assert all(cost.milliseconds > 0 and cost.peak is None for cost in costs)

@@ -37,7 +37,9 @@ def subject(**arguments: Any) -> Subject:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "param_dtype", [pytest.param(None, marks=pytest.mark.prove), torch.bfloat16]
+)
 def test_every_engine_trains_the_model(param_dtype: torch.dtype | None) -> None:
     said: list[str] = []
     asked = subject(precision=Precision(param_dtype=param_dtype))

@@ -56,23 +56,26 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 # --- the same number of ranks ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(1, marks=pytest.mark.prove), 2, pytest.param(3, marks=pytest.mark.prove)],
+)
 def test_killed_in_any_micro_batch_it_comes_to_the_same_bits(
-    tmp_path: Path, watched: Watched
+    number: int, tmp_path: Path, watched: Watched
 ) -> None:
     whole = recipe_in(tmp_path / "whole")
     watched.run(whole, 2)
     rows = watched.rows(6)
-    for number in (1, 2, 3):
-        watched.trained.clear()
-        cut = recipe_in(tmp_path / f"cut {number}")
-        watched.killed(cut, 2, at=(4, 1, number))
-        watched.told.clear()
-        outcome = watched.run(cut, 2)
-        assert (outcome.step, outcome.stopped, outcome.save_error) == (6, False, "")
-        assert steps(watched.told) == [3, 4, 5, 6]
-        assert losses(cut) == losses(whole)
-        assert watched.rows(6) == rows
-        assert digest(cut, 6) == digest(whole, 6)
+    watched.trained.clear()
+    cut = recipe_in(tmp_path / "cut")
+    watched.killed(cut, 2, at=(4, 1, number))
+    watched.told.clear()
+    outcome = watched.run(cut, 2)
+    assert (outcome.step, outcome.stopped, outcome.save_error) == (6, False, "")
+    assert steps(watched.told) == [3, 4, 5, 6]
+    assert losses(cut) == losses(whole)
+    assert watched.rows(6) == rows
+    assert digest(cut, 6) == digest(whole, 6)
 
 
 @pytest.mark.prove
@@ -165,26 +168,25 @@ STREAMED = (
 )
 
 
+@pytest.mark.parametrize("again", [pytest.param(2, marks=pytest.mark.prove), 3])
 def test_streamed_text_is_continued_at_the_same_sample_on_every_number_of_ranks(
-    tmp_path: Path, watched: Watched
+    again: int, tmp_path: Path, watched: Watched
 ) -> None:
     whole = recipe_in(tmp_path / "whole", *STREAMED)
     watched.run(whole, 2)
     rows = watched.rows(6)
     assert len({tuple(row) for row in rows}) > 60
-    for world in (2, 3):
-        watched.trained.clear()
-        watched.told.clear()
-        cut = recipe_in(tmp_path / f"cut {world}", *STREAMED)
-        watched.run(cut, 2, ask=stop_of(1, 3))
-        watched.run(cut, world)
-        assert [(back.step, back.sample) for back in watched.kind(Resumed)] == [(3, 36)]
-        assert watched.rows(6) == rows
-        if world == 2:
-            assert losses(cut) == losses(whole)
-            assert digest(cut, 6) == digest(whole, 6)
-        else:
-            assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+    watched.trained.clear()
+    watched.told.clear()
+    cut = recipe_in(tmp_path / "cut", *STREAMED)
+    watched.run(cut, 2, ask=stop_of(1, 3))
+    watched.run(cut, again)
+    assert [(back.step, back.sample) for back in watched.kind(Resumed)] == [(3, 36)]
+    assert watched.rows(6) == rows
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+    if again == 2:
+        assert losses(cut) == losses(whole)
+        assert digest(cut, 6) == digest(whole, 6)
 
 
 @pytest.mark.prove
