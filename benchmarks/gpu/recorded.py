@@ -70,7 +70,8 @@ Opened = Callable[[Device, int], AbstractContextManager[Ready]]
 
 @contextmanager
 def _ours(strategy: str, options: dict[str, Any], device: Device, world: int) -> Iterator[Ready]:
-    options = {"precision": sw.Precision(param_dtype=BF16)} | options
+    units = {"wrap": sw.wrap.automatic(joined_nbytes=0)}  # of these blocks as of large ones
+    options = {"precision": sw.Precision(param_dtype=BF16)} | units | options
     if PRESETS[strategy].hybrid:
         options["mesh"] = MESHES[world]
     with late_comm(device, world) as comm:
