@@ -12,7 +12,6 @@ import errno
 import fcntl
 import logging
 import os
-import time
 from io import FileIO
 from pathlib import Path
 
@@ -65,15 +64,16 @@ def is_alive(partial: Path) -> bool:
     """May a process still be writing this folder?
 
     A lock that was made on this host says it at once. What another host writes counts as alive
-    until nothing in it changed for ``SILENCE`` seconds. A folder without a lock is what an exchange
+    until nothing in it changed for ``SILENCE`` seconds. The file system says
+    what time it is, since the clocks of hosts differ. A folder without a lock is what an exchange
     of names or a removal left; or its maker, who finds it gone, makes it again.
     """
     try:
+        os.utime(partial / LOCK)
+        now = (partial / LOCK).stat().st_mtime
         lock = os.open(partial / LOCK, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    except OSError:  # it is another user's
-        return True
+    except OSError as error:  # it is another user's, or there is none
+        return not isinstance(error, FileNotFoundError)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.pread(lock, LONGEST, 0) == host().encode():
@@ -85,7 +85,7 @@ def is_alive(partial: Path) -> bool:
     finally:
         os.close(lock)
     try:
-        changes = [path.stat().st_mtime for path in (partial, *partial.rglob("*"))]
+        files = (path for path in partial.rglob("*") if path.name != LOCK)
+        return now - max(path.stat().st_mtime for path in (partial, *files)) < SILENCE
     except OSError:  # a file that was there goes: somebody is at work
         return True
-    return time.time() - max(changes) < SILENCE
