@@ -72,6 +72,11 @@ def bit_flipped(scene: Scene, number: int, chance: Random) -> None:
     _signal(scene.rank(number), signal.SIGKILL)
 
 
+def clock_jump(scene: Scene, number: int, chance: Random) -> None:
+    """It jumps by hours, forward or back, and stays there until it jumps again."""
+    scene.set_clock(number, chance.randrange(-36_000, 36_000))
+
+
 def asked_to_save(scene: Scene, number: int, _: Random) -> None:
     _signal(scene.rank(number), signal.SIGUSR1)
 
@@ -90,6 +95,7 @@ FAULTS: dict[str, Fault] = {
         link_cut,
         disk_full,
         bit_flipped,
+        clock_jump,
         asked_to_save,
         asked_to_stop,
     )

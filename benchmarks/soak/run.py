@@ -17,7 +17,7 @@ from benchmarks.harness.hosts import hosts
 from benchmarks.harness.machine import this_machine
 from benchmarks.harness.report import Column, Report, Row, Table
 from benchmarks.soak.faults import FAULTS
-from benchmarks.soak.scene import Scene, Silence, Stuck, mount_disk
+from benchmarks.soak.scene import PATIENCE, Scene, Silence, Stuck, mount_disk
 
 RECIPE = """\
 model: {width: 32, layers: 1, heads: 2, kv_heads: 2, hidden: 64, tied: true}
@@ -157,7 +157,7 @@ def _differences(scene: Scene, recipe: Path, last: int) -> list[str]:
         host.limit(10_000)
     undisturbed = scene.disk / "undisturbed"
     scene.begin(recipe, f"--run.folder={undisturbed}", f"--run.steps={last}")
-    scene.wait()
+    scene.wait(PATIENCE + last)
     ours, theirs = (_losses(run) for run in (scene.disk / "run", undisturbed))
     differing = [step for step in range(1, last + 1) if ours.get(step) != theirs.get(step)]
     return [f"losses differ at {len(differing)} steps: {differing[:5]}"] * bool(differing)

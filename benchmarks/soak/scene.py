@@ -57,6 +57,13 @@ class Scene:
     def __init__(self, hosts: list[Host], disk: Path) -> None:
         self.hosts, self.disk, self.starts = hosts, disk, 0
         self._outputs = [disk.parent / f"{host.name}.out" for host in hosts]
+        self._clocks = [disk.parent / f"{host.name}.clock" for host in hosts]
+        for clock in self._clocks:
+            clock.write_bytes(bytes(8))
+        self._library = str(disk.parent / "clock.so")
+        source = str(Path(__file__).with_name("clock.c"))
+        build = ("cc", "-shared", "-fPIC", "-O2", "-o", self._library, source)
+        subprocess.run(build, check=True)  # noqa: S603
         self._launchers = list[subprocess.Popen[Any]]()
         self._plan: LaunchPlan
 
@@ -72,7 +79,9 @@ class Scene:
         self.starts += 1
         self._launchers = []
         for node, host in enumerate(self.hosts):
-            variables = os.environ | {"OMP_NUM_THREADS": "1"} | torchrun.environment(self._plan)
+            variables = os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": self._library}
+            variables |= {"CLOCK_AHEAD": str(self._clocks[node])}
+            variables |= torchrun.environment(self._plan)
             module = (sys.executable, "-m", "torch.distributed.run")
             words = (*module, *torchrun.words(self._plan, node)[1:])
             with self._outputs[node].open("a") as output:
@@ -97,10 +106,10 @@ class Scene:
                 launcher.kill()
                 launcher.wait()
 
-    def wait(self) -> None:
-        """Wait until the run has ended by itself."""
+    def wait(self, seconds: float) -> None:
+        """Wait so long for the run to end by itself."""
         for launcher in self._launchers:
-            launcher.wait(PATIENCE)
+            launcher.wait(seconds)
 
     def launcher(self, number: int) -> int:
         """The process of torchrun on a host; 0: none runs."""
@@ -109,6 +118,11 @@ class Scene:
     def rank(self, number: int) -> int:
         """The process of a rank; 0: none runs."""
         return _child(self.launcher(number))
+
+    def set_clock(self, number: int, seconds: int) -> None:
+        """Let the clock of a host be so many seconds ahead of this machine's."""
+        with self._clocks[number].open("r+b") as file:
+            file.write(seconds.to_bytes(8, sys.byteorder, signed=True))
 
     def nbytes(self) -> int:
         """Bytes that all have printed."""

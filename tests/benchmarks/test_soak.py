@@ -27,8 +27,8 @@ def test_a_table_has_a_row_for_each_kind_of_fault_and_for_each_longest_lived_pro
 @pytest.mark.timeout(240)
 def test_a_run_under_faults_is_exact_and_leaves_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
-    words = ["--kinds", "torchrun killed,bit flipped", "--faults", "3", "--json", str(path)]
-    command = [sys.executable, "-m", "benchmarks", "soak", *words, "--mbits", "40"]
+    words = ["--kinds", "torchrun killed,bit flipped,clock jump", "--faults", "3", "--mbits", "40"]
+    command = [sys.executable, "-m", "benchmarks", "soak", *words, "--json", str(path)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = read(path)
