@@ -38,15 +38,14 @@ int gettimeofday(struct timeval *now, void *zone) {
     return 0;
 }
 
+/* Whoever waits on looks every SLICE, as after any wake-up that nobody meant. */
 int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *end) {
     if (end->tv_sec < SECOND) return until(condition, mutex, end); /* of the monotonic clock */
-    for (;;) {
-        struct timespec now;
-        clock_gettime(CLOCK_REALTIME, &now);
-        long left = (end->tv_sec - now.tv_sec) * SECOND + end->tv_nsec - now.tv_nsec;
-        long nsec = now.tv_nsec + (left < 0 ? 0 : left < SLICE ? left : SLICE);
-        now = (struct timespec){now.tv_sec - *ahead + nsec / SECOND, nsec % SECOND};
-        int error = until(condition, mutex, &now);
-        if (error != ETIMEDOUT || left <= SLICE) return error;
-    }
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    long left = (end->tv_sec - now.tv_sec) * SECOND + end->tv_nsec - now.tv_nsec;
+    long nsec = now.tv_nsec + (left < 0 ? 0 : left < SLICE ? left : SLICE);
+    now = (struct timespec){now.tv_sec - *ahead + nsec / SECOND, nsec % SECOND};
+    int error = until(condition, mutex, &now);
+    return error == ETIMEDOUT && left > SLICE ? 0 : error;
 }
