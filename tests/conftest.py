@@ -24,9 +24,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from shardwise.plan import residency
 from shardwise.plan.units import wrap
 
 wrap.JOINED_NBYTES = wrap.JOINED_TRAINED_NBYTES = -1  # as tests/ranks.py
+residency.KEPT_NBYTES = 0
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_")

@@ -33,12 +33,14 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.comm.transports.shared_memory import shared_memory
 from shardwise.comm.transports.transport import Group
+from shardwise.plan import residency
 from shardwise.plan.units import wrap
 
 T = TypeVar("T")
 
-# Models of tests are small, and each of their blocks is to be a unit.
+# Models of tests are small, and each of their blocks is to be a unit that is freed.
 wrap.JOINED_NBYTES = wrap.JOINED_TRAINED_NBYTES = -1
+residency.KEPT_NBYTES = 0
 ENVIRONMENT = dict(os.environ)  # before any test has changed it
 HUNG = "it did not end in time, and was killed"
 

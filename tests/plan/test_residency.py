@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.plan import residency
+from shardwise.plan.blueprint import draw_on
 from shardwise.plan.draw import draw
 from tests.copies import equal, on_ranks, said
 from tests.nets import decoder, loss, mostly_frozen, mostly_frozen_batch
@@ -145,6 +147,21 @@ def test_of_what_fits_frozen_buckets_stay_first_and_of_each_kind_the_largest(
 ) -> None:
     assert resident(budget) == units
     assert resident(budget // 2, sw.Precision(param_dtype=torch.bfloat16)) == units
+
+
+def test_by_default_little_stays_where_a_second_gather_sends_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residency, "KEPT_NBYTES", 768)
+    wrap = sw.wrap.by_class(nn.Linear)
+    assert resident(None) == {"0", "1"}
+    assert resident(0) == set()
+    alone = draw(layers(), wrap=wrap, ranks=(0, 1))
+    messages = draw(layers(), wrap=wrap)
+    shard = messages.grid.shard._replace(shared=True)
+    rest = messages.device, messages.units, messages.placement, messages.options
+    memory = draw_on(messages.grid._replace(shard=shard), *rest)
+    assert not any(spec.kept for drawn in (alone, memory) for spec in drawn.buckets)
 
 
 def test_where_everything_stays_a_budget_is_refused() -> None:

@@ -37,7 +37,7 @@ def shard(
     bucketing: Literal["block", "layer", "none"] = "block",
     uneven: Literal["pad", "error"] = "pad",
     blocksize: int = 0,
-    unsharded: int | NamedUnits = 0,
+    unsharded: int | NamedUnits | None = None,
     sync_module_states: bool = True,
     init: Init = default_init,
     load_later: frozenset[Tensor] = frozenset(),

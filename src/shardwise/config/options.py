@@ -55,6 +55,7 @@ class Options:
         unsharded: units that stay gathered, their frozen buckets for good and trained ones from
             their first use in a step to the last: named as in ``ActivationCheckpointing.units``,
             or bytes of full buckets: first frozen ones, of each kind the largest that fits.
+            ``None``: 16 MiB of them where a gather moves bytes, so not in shared memory.
         sync_module_states: broadcast rank 0's parameters and buffers. When off, differing values
             raise.
         init: initialises a module that was built on the meta device.
@@ -79,7 +80,7 @@ class Options:
     bucketing: Literal["block", "layer", "none"] = "block"
     uneven: Literal["pad", "error"] = "pad"
     blocksize: int = 0
-    unsharded: int | NamedUnits = 0
+    unsharded: int | NamedUnits | None = None
     sync_module_states: bool = True
     init: Init = default_init
     load_later: frozenset[Tensor] = frozenset()

@@ -116,7 +116,7 @@ def load(
     bucketing: Literal["block", "layer", "none"] = "block",
     uneven: Literal["pad", "error"] = "pad",
     blocksize: int = 0,
-    unsharded: int | NamedUnits = 0,
+    unsharded: int | NamedUnits | None = None,
     sync_module_states: bool = True,
     ignored: Ignored = (),
     buffers: Literal["local", "broadcast", "average"] = "local",

@@ -70,7 +70,7 @@ def table_of(
     ranks: tuple[int, int],
     optimizer: str = "adamw",
     mesh: tuple[int, int] | None = None,
-    unsharded: int | NamedUnits = 0,
+    unsharded: int | NamedUnits | None = None,
     **options: Any,
 ) -> list[Kept]:
     """One row for each strategy; the arguments are those of ``blueprints``."""
@@ -82,7 +82,7 @@ def blueprints(
     model: nn.Module,
     ranks: tuple[int, int],
     mesh: tuple[int, int] | None = None,
-    unsharded: int | NamedUnits = 0,
+    unsharded: int | NamedUnits | None = None,
     **options: Any,
 ) -> Iterator[Blueprint]:
     """One for each strategy, for rank ``ranks[0]`` of ``ranks[1]``; hybrids need a ``mesh``.
@@ -91,7 +91,7 @@ def blueprints(
     """
     for strategy in PRESETS if mesh else STRATEGIES:
         options["mesh"] = mesh_of(strategy, mesh)
-        options["unsharded"] = 0 if placement_of(strategy).resident else unsharded
+        options["unsharded"] = None if placement_of(strategy).resident else unsharded
         yield draw(model, strategy, ranks=ranks, **options)
 
 

@@ -3,6 +3,9 @@
 A frozen bucket that stays is never gathered again, so those come first. A trained unit that stays
 from its first use to its last saves one of the two gathers of ``full_shard``: its values are new in
 the next step. Of each kind the largest that fits is taken first.
+
+A gather has a cost of its own, whatever it carries. So where nobody says otherwise a few MiB stay,
+unless ranks share the memory of full buckets, where a gather moves nothing.
 """
 
 from __future__ import annotations
@@ -17,21 +20,26 @@ from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.selection import select
 from shardwise.plan.units.units import Units
 
+# Measured: benchmarks/RESULTS.md, "Small programs beside DDP".
+KEPT_NBYTES = 16 << 20
+
 Specs = Mapping[str, Sequence[BucketSpec]]
 
 
-def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits) -> Specs:
+def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | None) -> Specs:
     """The specs of each unit, by its name; those that stay say so.
 
     Args:
-        unsharded: which units, or how many bytes of full buckets on this rank.
+        unsharded: which units, or how many bytes of full buckets; ``None``: as measured.
 
     Raises:
         ConfigError: no such unit, or the strategy keeps all full buckets anyway.
     """
+    every = [spec for buckets in specs.values() for spec in buckets]
+    if unsharded is None:
+        unsharded = KEPT_NBYTES if any(_sends_again(spec) for spec in every) else 0
     if not unsharded:
         return specs
-    every = [spec for buckets in specs.values() for spec in buckets]
     if all(spec.placement.resident for spec in every):
         raise ConfigError(
             f"unsharded={unsharded!r} has no effect: with {every[0].placement.name} all full "
@@ -60,6 +68,11 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits) -> S
         ]
         for unit in specs
     }
+
+
+def _sends_again(spec: BucketSpec) -> bool:
+    """Does a second gather in a step send its bytes once more?"""
+    return not (spec.shard.shared or spec.shard.size == 1 or spec.placement.resident)
 
 
 def _nbytes(spec: BucketSpec) -> int:

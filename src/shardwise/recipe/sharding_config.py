@@ -101,9 +101,11 @@ class ShardingConfig(Section):
         "local", description="of ranks: their own, rank 0's, or their mean, before each forward"
     )
     unsharded: Annotated[
-        str | list[str] | Annotated[int, Field(ge=0)], BeforeValidator(_whole_number)
+        str | list[str] | Annotated[int, Field(ge=0)] | None, BeforeValidator(_whole_number)
     ] = Field(
-        0, description="units that stay gathered: names, classes, or bytes, frozen ones first"
+        None,
+        description="units that stay gathered: names, classes, or bytes, frozen ones first; "
+        "null = 16 MiB",
     )
     sync_each_micro_batch: bool = Field(
         False, description="reduce gradients after each micro-batch, not once per step"

@@ -172,7 +172,7 @@ def trace(
     bucketing: Literal["block", "layer", "none"] = "block",
     uneven: Literal["pad", "error"] = "pad",
     blocksize: int = 0,
-    unsharded: int | NamedUnits = 0,
+    unsharded: int | NamedUnits | None = None,
     sync_module_states: bool = True,
     ignored: Ignored = (),
     buffers: Literal["local", "broadcast", "average"] = "local",

@@ -61,7 +61,7 @@ def question_of(recipe: Recipe, model: nn.Module, machine: Machine, ranks: int) 
 def chosen_by(recipe: Recipe) -> Candidate:
     """The recipe's own settings; those that candidates do not have are as they are written."""
     sharding, arguments = recipe.sharding, shard_arguments(recipe.sharding)
-    usual = {"unsharded": 0, "prefetch": Prefetch()}
+    usual = {"unsharded": None, "prefetch": Prefetch()}
     written = {key: arguments[key] for key, value in usual.items() if arguments[key] != value}
     if sharding.activation_offload:
         written["activation_checkpointing"] = arguments["activation_checkpointing"]

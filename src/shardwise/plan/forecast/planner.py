@@ -266,7 +266,7 @@ class Planner:
             **given
             | {
                 "offload": candidate.offload,
-                "unsharded": int(candidate.unsharded * whole),
+                "unsharded": int(candidate.unsharded * whole) or None,
                 "activation_checkpointing": candidate.checkpointing or False,
                 "precision": self._precision(candidate),
                 **dict(candidate.written),
