@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
-from shardwise.memory.grad_hooks import is_handed_out
+from shardwise.memory.grad_hooks import Arrivals, is_handed_out
 from shardwise.memory.sharding import sharding_of
 from tests.copies import assert_near, local
 from tests.nets import Batch, decoder, decoder_batch, loss
@@ -142,3 +142,14 @@ def test_autograd_says_whether_it_returns_a_gradient_or_adds_it() -> None:
     value.register_hook(ask)
     torch.autograd.grad(value, other)
     assert answers == [False, True, None]
+
+
+def test_small_gradients_are_held_until_the_last_of_them_which_is_told() -> None:
+    params, told = [nn.Parameter(torch.zeros(1)) for _ in range(3)], list[int]()
+    arrivals = Arrivals(params, [1, 1, 1])
+    arrivals.tell = lambda param: told.append(id(param))
+    arrivals.hold(True, due=2)
+    for param in params:
+        arrivals(param)
+    assert [*map(id, arrivals)] == [*map(id, params[:2])]
+    assert told == [id(params[2])]

@@ -48,17 +48,17 @@ class Memory:
 
         Memory that ``Tensor.numpy`` handed out is not resizable: the array reads it, so it stays.
         """
-        if pages.holds(storage.data_ptr()):
+        if storage.nbytes() >= LARGE and pages.holds(storage.data_ptr()):
             pages.take(storage.data_ptr())
         elif storage.resizable():
             storage.resize_(0)
 
     def refill(self, storage: UntypedStorage, nbytes: int) -> None:
         """Allocate the memory of a full bucket again, uninitialised, if it was freed."""
-        if pages.holds(storage.data_ptr()):
-            pages.lend(storage.data_ptr())
-        elif not storage.nbytes():
+        if not storage.nbytes():
             storage.resize_(nbytes)
+        elif nbytes >= LARGE and pages.holds(storage.data_ptr()):
+            pages.lend(storage.data_ptr())
 
     def _paged(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.shared or self._device.type != "cpu" or numel * dtype.itemsize < LARGE:

@@ -29,6 +29,7 @@ class Arrivals(list[Tensor]):
     """A hook on the gradients of a bucket's ``small`` parameters: each is told at once, or held."""
 
     tell: Hook
+    due = -1  # how many are held before the last one, which is told
 
     def __init__(self, params: Sequence[nn.Parameter], numels: Sequence[int]) -> None:
         super().__init__()
@@ -38,9 +39,10 @@ class Arrivals(list[Tensor]):
     def __call__(self, param: Tensor) -> None:
         self.tell(param)
 
-    def hold(self, held: bool) -> None:
-        """Tell of none, but keep those whose gradients have come: a third of the time for each."""
-        self.__class__ = _Held if held else Arrivals
+    def hold(self, held: bool, due: int = -1) -> None:
+        """Tell of none, or of one after ``due`` others, but keep them: a third of the time each."""
+        self.due = due
+        self.__class__ = Arrivals if not held else _Held if due < 0 else _HeldUntilLast
 
     def take(self, params: Sequence[nn.Parameter]) -> tuple[Sequence[int], list[Any]]:
         """Take the gradients of those that are held: their numbers, and what was in ``.grad``."""
@@ -57,6 +59,11 @@ class Arrivals(list[Tensor]):
 
 class _Held(Arrivals):
     __call__: Any = list.append  # which is no call of Python
+
+
+class _HeldUntilLast(Arrivals):
+    def __call__(self, param: Tensor) -> None:
+        self.append(param) if len(self) < self.due else self.tell(param)
 
 
 class _Hooks(OrderedDict[int, Hook]):

@@ -29,7 +29,7 @@ from shardwise.comm.protocol import Label, Pending
 from shardwise.comm.reduction import PendingReduction
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.memory.grad_hooks import Arrivals
-from shardwise.memory.kept_mean import kept_mean
+from shardwise.memory.kept_mean import KeptMean
 from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, is_of_shard, put_grad
 from shardwise.plan.spec import BucketSpec
 from shardwise.torch_internals import (
@@ -75,18 +75,19 @@ class Gradients:
         self._label = Label("reduce", spec.title)
         for index, param in enumerate(spec.params):
             param.lend_slot = partial(self.lend, index)  # type: ignore[attr-defined]
-        self.kept_mean = kept_mean(spec)
+        self.kept_mean = KeptMean(spec.rest_views, spec.keeps_mean)
 
     @property
     def touched(self) -> set[int]:
         """The parameters whose gradients arrived since the last ``deliver``."""
-        return self._reduced | self.arrived
+        return self._reduced | self.arrived if self.arrived else self._reduced
 
-    def expect(self, together: bool = False, carried: bool = False) -> None:
-        """A call begins its backward pass: small gradients come one by one, or ``together``."""
+    def expect(self, together: bool = False, carried: bool = False, tells: bool = False) -> None:
+        """A call begins: small gradients come ``together``, at its end or as the last ``tells``."""
         self.collect_arrivals()  # of an earlier call that is open
         self.missing, self._carried = set(self.trained), carried
-        self.arrivals.hold(together)
+        due = len(self.trained.intersection(self.arrivals.small)) - 1 if tells else -1
+        self.arrivals.hold(together, due)
 
     def collect_arrivals(self) -> None:
         """``collect`` the small gradients that came together; others are told of one by one."""
@@ -95,7 +96,7 @@ class Gradients:
             return
         indices, grads = self.arrivals.take(self.spec.params)
         dense = {*map(type, grads)} == {Tensor} and True not in map(is_sparse, grads)
-        if dense and not self._lent and self.arrived.isdisjoint(indices):
+        if dense and not self._lent and not (self.arrived and self.arrived.intersection(indices)):
             self._ready_to_collect(self._carried)
             self.arrived.update(indices)
             self.missing.difference_update(indices)

@@ -11,7 +11,6 @@ from sys import getrefcount
 
 from torch import Tensor
 
-from shardwise.plan.spec import BucketSpec
 from shardwise.torch_internals import storage_key, storage_uses, tensor_uses, untracked_views
 
 
@@ -44,11 +43,6 @@ class KeptMean:
         if self._keeps:
             self._last = mean, views, storage_uses(storage_key(mean))
         return views
-
-
-def kept_mean(spec: BucketSpec) -> KeptMean:
-    """A bucket's."""
-    return KeptMean(spec.rest_views, spec.keeps_mean)
 
 
 _ALONE = next(map(getrefcount, [object()]))  # of what is in one list

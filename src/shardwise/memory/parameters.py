@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +45,6 @@ from shardwise.torch_internals import (
 )
 
 OUR_CLASSES = (nn.Parameter, ShardedParameter)
-_DETACH: Any = Tensor.detach
-_ADDRESS: Any = Tensor.data_ptr
 
 
 class State(Enum):
@@ -214,7 +211,7 @@ class Bucket:
             # A change of dtype makes autograd forget the node that adds up a parameter's gradients.
             # So a unit that was kept since its last use must change, too: else the uses of a tied
             # weight would be summed by autograd here and by us there, and strategies would differ.
-            values = list(map(_DETACH, self.params)) if self.is_written() else self._full_views
+            values = [*map(Tensor.detach, self.params)] if self.is_written() else self._full_views
             self.rest()
             with disable_torch_function():
                 self._bind(GatheredParameter, values)
@@ -274,7 +271,7 @@ class Bucket:
         were there, as of any parameter: where nothing is split, the bucket moves to other memory.
         """
         with disable_torch_function():
-            same = [*map(_ADDRESS, self.params)] == self._addresses
+            same = addresses_of(self.params) == self._addresses
             if same and (self._guards or shapes_of(self.params) == shapes_of(self._rest_views)):
                 return
             for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):

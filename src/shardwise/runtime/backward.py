@@ -252,6 +252,8 @@ def _arrived(reference: weakref.ref[Backward], param: Tensor) -> None:
     runtime, facts = backward.runtime, backward.runtime.facts
     if bucket.state is not State.READY or state.name in facts.reducing:
         runtime.expect_late(state, bucket, index)
+    if len(arrivals := bucket.gradients.arrivals) == arrivals.due:
+        bucket.gradients.collect_arrivals()
     is_last = bucket.gradients.collect(index, gradient, not facts.reduces)
     if is_last and runtime.is_complete(state):
         backward.calls.parameters_complete(state.name, state.wholly_trained)

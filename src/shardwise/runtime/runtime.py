@@ -91,15 +91,15 @@ class Runtime:
     def enter(self, unit: str, phase: Phase, listed: bool = True, together: bool = False) -> None:
         """A call of ``unit`` begins, or its backward pass; ``listed=False``: a recomputation.
 
-        ``together``: its small gradients are not needed one by one.
+        ``together``: its small gradients are not needed before it ends.
         """
         self._stream.check()
         state = self.units[unit]
         if phase is Phase.BACKWARD:
             reducing, again = unit in self.facts.reducing, self.facts.backward[unit]
-            together = together and not (reducing or again or torch.is_grad_enabled())
+            is_plain = not (reducing or again or torch.is_grad_enabled())
             for bucket in state.trainable:
-                bucket.gradients.expect(together, not self.facts.reduces)
+                bucket.gradients.expect(is_plain, not self.facts.reduces, tells=not together)
         try:
             if not listed:
                 self.serve(unit, Phase.BACKWARD, "recomputed")

@@ -150,15 +150,14 @@ def ask_used(arrived: Sequence[bool], comm: Comm) -> Callable[[], list[bool]]:
     mine = list(arrived)
     if comm.size == 1 or not mine:
         return lambda: mine
-    flags = torch.zeros(comm.size, len(mine), dtype=torch.uint8, device=comm.device)
-    if every := all(mine):  # as usual; to read the others' bytes would wait for the device
-        flags[comm.rank].fill_(1)
-    else:
-        flags[comm.rank] = torch.tensor(mine, dtype=torch.uint8)
-    pending = comm.all_gather(flags.view(-1), Label("agree", "used parameters"))
+    flags = torch.ones(comm.size * len(mine), dtype=torch.uint8, device=comm.device)
+    rows = flags.view(comm.size, -1)
+    if not (every := all(mine)):  # as usual; to read the others' bytes would wait for the device
+        rows[comm.rank] = torch.tensor(mine, dtype=torch.uint8)
+    pending = comm.all_gather(flags, Label("agree", "used parameters"))
 
     def answer() -> list[bool]:
         pending.wait()
-        return mine if every else [bool(flag) for flag in flags.any(dim=0).tolist()]
+        return mine if every else [bool(flag) for flag in rows.any(dim=0).tolist()]
 
     return answer
