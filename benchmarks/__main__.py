@@ -11,7 +11,6 @@ import benchmarks.faults.run
 import benchmarks.finetune.run
 import benchmarks.foresight.run
 import benchmarks.gpu.run
-import benchmarks.here.run
 import benchmarks.mutants.run
 import benchmarks.scorecard.run
 import benchmarks.slowlinks.run
@@ -39,7 +38,6 @@ RUN = (
     "checkpoint",
     "faults",
     "finetune",
-    "here",
     "mutants",
     "scorecard",
     "slowlinks",

@@ -98,6 +98,7 @@ def _soaked(
             FAULTS[kind](scene, number, chance)
             took = scene.come_to(max(before, scene.step()) + 3)
         except Stuck as error:
+            log(f"WRONG: {kind}: {error}")
             wrong.append(f"{kind}: {error}")
             break
         lasted.setdefault(kind, []).append((took, silence.take()))

@@ -136,8 +136,8 @@ class Scene:
         """The last step that was printed."""
         with self._outputs[0].open("rb") as file:
             file.seek(max(0, self._outputs[0].stat().st_size - 4096))
-            steps = re.findall(rb"^step +(\d+)/", file.read(), re.MULTILINE)
-        return int(steps[-1]) if steps else 0
+            steps = re.findall(rb"^step +([\d,]+)/", file.read(), re.MULTILINE)
+        return int(steps[-1].replace(b",", b"")) if steps else 0
 
     def come_to(self, step: int) -> float:
         """Wait until the run, which nobody touches, has come to a step; the seconds it took.

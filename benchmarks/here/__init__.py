@@ -1,1 +1,0 @@
-"""Forecasts beside what this machine takes: calibrated step times, and processes' peaks."""
