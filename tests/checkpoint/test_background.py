@@ -23,6 +23,7 @@ from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.staging import Copy, Pool, budget_of
 from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
+from shardwise.comm.watchdog import heartbeat
 from tests.checkpoint.runs import adamw, names, same, saved, steps, tensors
 from tests.copies import clones, on_ranks, said, seeded
 from tests.nets import NETS, Net
@@ -139,7 +140,7 @@ def test_a_writer_that_is_stuck_is_named_while_all_wait_for_it(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(background, "FIRST_WARNING", 0.1)
+    monkeypatch.setattr(heartbeat, "FIRST_WARNING", 0.1)
 
     def wait_until_named(point: str, rank: int) -> None:
         until = time.monotonic() + 20

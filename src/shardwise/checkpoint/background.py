@@ -37,6 +37,7 @@ from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.watchdog.desync import format_ranks
+from shardwise.comm.watchdog.waited import Waited
 from shardwise.errors import CheckpointError
 from shardwise.optim.sharded_model import ShardedModel
 
@@ -44,7 +45,6 @@ log = logging.getLogger("shardwise")
 
 BUSY, DONE, FAILED, PUBLISHING = range(4)
 GLANCE = 0.05  # seconds between two looks while all ranks wait
-FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
 
 
 class Saving:
@@ -102,7 +102,7 @@ class Saving:
 
     def wait(self) -> Saved:
         """Return when it is complete. Raises as ``check`` does."""
-        begin, next_warning = time.monotonic(), FIRST_WARNING
+        waited = Waited()
         while True:
             if self._thread.is_alive() and self._copied.is_set():
                 self._thread.join(GLANCE)
@@ -110,13 +110,11 @@ class Saving:
                 self._copying.over.wait(GLANCE)
             if (saved := self.check()) is not None:
                 return saved
-            waited = time.monotonic() - begin
-            if waited >= next_warning and self._comm.rank == 0:
-                next_warning *= 2
+            if waited.is_due() and self._comm.rank == 0:
                 log.warning(
                     "all ranks have waited %.0f s for %s, which %s still writes: the disk there is "
                     "slow, or does not answer",
-                    *(waited, self.path, format_ranks(self._busy)),
+                    *(waited.seconds, self.path, format_ranks(self._busy)),
                 )
 
     def begin(self) -> None:

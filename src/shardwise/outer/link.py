@@ -24,9 +24,10 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 from shardwise.comm.machine import peer_connection as wire
+from shardwise.comm.watchdog.waited import Waited
 from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.outer.peer import Peer
-from shardwise.outer.place import Place, Waited
+from shardwise.outer.place import Place
 from shardwise.outer.tally import Key, Tally
 
 POLL_INTERVAL = 0.2  # seconds between two looks for a leader
@@ -57,11 +58,7 @@ class Link:
     """
 
     def __init__(
-        self,
-        place: Place,
-        facts: Mapping[str, str],
-        nbytes: Mapping[str, int],
-        form_mean: FormMean,
+        self, place: Place, facts: Mapping[str, str], nbytes: Mapping[str, int], form_mean: FormMean
     ) -> None:
         self._place, self._facts, self._form_mean = place, dict(facts), form_mean
         self._nbytes_of_part = dict(nbytes)
@@ -138,7 +135,7 @@ class Link:
         Raises:
             RanksDisagree: the leader refuses this worker.
         """
-        waited = Waited(self._place)
+        waited = Waited()
         while True:
             answers = {w: answer for w in self._place.others if (answer := self._place.ask(w))}
             self._answered |= dict.fromkeys(answers, monotonic())
@@ -151,7 +148,9 @@ class Link:
             if leader is None and is_first and (late or not missing):
                 self._lead()
                 return "lead"
-            waited.say("; ".join(f"{self._place.name(w)} is not there" for w in missing))
+            self._place.say(
+                waited, "; ".join(f"{self._place.name(w)} is not there" for w in missing)
+            )
             with self._changed:
                 self._changed.wait(POLL_INTERVAL)
 
@@ -195,14 +194,14 @@ class Link:
             step: local steps taken: workers that are ready go on from there.
             expected: wait until each worker that can be reached takes part.
         """
-        waited = Waited(self._place)
+        waited = Waited()
         while expected and self._leads and (missing := self._reachable() - self._settled):
             with self._changed:
                 self._let_go(step)
                 if self._joining:
                     break
                 self._changed.wait(POLL_INTERVAL)
-            waited.say(f"workers {sorted(missing)} are there and do not join")
+            self._place.say(waited, f"workers {sorted(missing)} are there and do not join")
         with self._changed:
             self._let_go(step)
             if not self._joining:
@@ -387,10 +386,10 @@ class Link:
     # ---- waiting ---------------------------------------------------------------------------------
 
     def _wait(self, is_there: Callable[[], bool], what: Callable[[], str]) -> None:
-        waited = Waited(self._place)
+        waited = Waited()
         with self._changed:
             while not self._changed.wait_for(is_there, POLL_INTERVAL):
-                waited.say(what())
+                self._place.say(waited, what())
 
     def _awaited(self, key: Key) -> str:
         if self._leads:

@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
-from time import monotonic
 
 from shardwise.comm.machine.peer_connection import Address, Message, connect, receive, send
+from shardwise.comm.watchdog.waited import Waited
 from shardwise.errors import ConfigError
-
-FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
 
 log = logging.getLogger("shardwise")
 
@@ -44,6 +42,11 @@ class Place:
         """``worker 1 (10.0.0.2:29600)``."""
         host, port = self.addresses[worker]
         return f"worker {worker} ({host}:{port})"
+
+    def say(self, waited: Waited, what: str) -> None:
+        """Say now and then what this worker waits for."""
+        if waited.is_due():
+            log.warning("worker %d has waited %.0f s: %s", self.worker, waited.seconds, what)
 
     def listen(self) -> socket.socket:
         """Listen at this worker's own address, and at no other."""
@@ -98,19 +101,3 @@ class Place:
                 f"{self.patience:g} s."
             )
         return ""
-
-
-class Waited:
-    """A wait for other workers, which is said now and then."""
-
-    def __init__(self, place: Place) -> None:
-        self._worker, self._since, self._next = place.worker, monotonic(), FIRST_WARNING
-
-    @property
-    def seconds(self) -> float:
-        return monotonic() - self._since
-
-    def say(self, what: str) -> None:
-        if self.seconds >= self._next:
-            self._next *= 2
-            log.warning("worker %d has waited %.0f s: %s", self._worker, self.seconds, what)

@@ -20,6 +20,7 @@ from shardwise.comm.machine import meeting as meeting_module
 from shardwise.comm.machine.environment import Launch
 from shardwise.comm.machine.meeting import Meeting
 from shardwise.comm.machine.run_token import derived
+from shardwise.comm.watchdog import heartbeat
 from shardwise.comm.watchdog.waits_in_cpp import WaitsInCpp
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.forked import forked
@@ -28,7 +29,7 @@ from tests.ranks import free_port
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(meeting_module, "FIRST_WARNING", 0.1)
+    monkeypatch.setattr(heartbeat, "FIRST_WARNING", 0.1)
     monkeypatch.setattr(meeting_module, "LINGER", 0.0)
     monkeypatch.setattr(meeting_module, "_meetings", iter([7] * 9))  # each "process" has its first
     return free_port()
@@ -279,8 +280,8 @@ def test_a_call_in_torch_ends_when_the_check_raises() -> None:
 
 
 MEETS = """
-from shardwise.comm.machine import meeting
-meeting.FIRST_WARNING = 0.1
+from shardwise.comm.watchdog import heartbeat
+heartbeat.FIRST_WARNING = 0.1
 import shardwise as sw
 sw.connect("cpu")
 """

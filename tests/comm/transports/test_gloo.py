@@ -265,7 +265,7 @@ def be_killed(rank: int, world: int, folder: str, transport: str) -> tuple[float
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "native"])
 def test_a_killed_rank_is_named_within_seconds(transport: str) -> None:
     outcomes = outcomes_of(3, be_killed, transport)
     assert [o.exitcode for o in outcomes] == [0, -signal.SIGKILL, 0]
@@ -288,7 +288,7 @@ def be_killed_before_agreeing(
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "native"])
 def test_a_killed_rank_is_named_when_the_others_agree(transport: str) -> None:
     """What ranks agree on goes through a store, which does not know who still lives."""
     outcomes = outcomes_of(3, be_killed_before_agreeing, transport)

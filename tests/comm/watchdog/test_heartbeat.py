@@ -78,7 +78,7 @@ def test_the_first_heartbeat_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) ->
 def be_frozen(rank: int, world: int, folder: str, transport: str) -> str:
     """Rank 1 freezes in its third step; rank 0 wakes it when the silence was reported."""
     watchdog.POLL_INTERVAL = watchdog.FIRST_CHECK = heartbeat.INTERVAL = 0.1
-    watchdog.FIRST_WARNING = 0.6
+    heartbeat.FIRST_WARNING = 0.6
     said: list[str] = []
     reported = threading.Event()
 

@@ -65,7 +65,7 @@ def test_a_store_that_is_frozen_is_reported_and_given_up_at_the_time_limit(
     monkeypatch.setattr(waits_in_cpp, "GLANCE", 0.02)
     for name in ("GLANCE", "POLL_INTERVAL", "FIRST_CHECK"):
         monkeypatch.setattr(watchdog, name, 0.02)
-    monkeypatch.setattr(watchdog, "FIRST_WARNING", 0.1)
+    monkeypatch.setattr(heartbeat, "FIRST_WARNING", 0.1)
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
     frozen, goes_on, interrupted = threading.Event(), threading.Event(), threading.Event()
     store = Silent(HashStore(), frozen, goes_on)

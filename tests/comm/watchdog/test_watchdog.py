@@ -27,7 +27,7 @@ A, B, C = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for se
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.01)
     monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
-    monkeypatch.setattr(watchdog, "FIRST_WARNING", 0.1)
+    monkeypatch.setattr(heartbeat, "FIRST_WARNING", 0.1)
     monkeypatch.setattr(watchdog, "MAX_CHECK_INTERVAL", 0.05)
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
 

@@ -36,13 +36,12 @@ from shardwise.comm.machine.run_token import RUN_TOKEN, derived, run_token
 from shardwise.comm.transports.shared_memory import proc_namespace
 from shardwise.comm.watchdog.desync import format_ranks
 from shardwise.comm.watchdog.heartbeat import Heartbeats
+from shardwise.comm.watchdog.waited import Waited
 from shardwise.comm.watchdog.waits_in_cpp import WaitsInCpp
 from shardwise.errors import ConfigError, RanksDisagree, ShardwiseError
 
 T = TypeVar("T")
 
-FIRST_WARNING = 5.0  # seconds of waiting before the first log line; the interval doubles
-LONGEST_INTERVAL = 60.0  # seconds
 POLL_INTERVAL = 0.05  # seconds
 LOOK_INTERVAL = 1.0  # seconds between two looks at the processes of this host
 LINGER = 1.0  # seconds for which a failed rank goes on serving the store, so others read why
@@ -69,7 +68,7 @@ class Meeting:
         self._launch, self._serves, self._timeout = launch, serves, timeout
         name = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
         self._place = f"{name}:{launch.port}"
-        self._since, self._next_warning, self._next_look = monotonic(), FIRST_WARNING, 0.0
+        self._waited, self._next_look = Waited(), 0.0
         # Of lines with a rank and its process, which is 0 once it is connected.
         self._processes = f"host/{proc_namespace()}"
         number, token = next(_meetings), run_token()
@@ -283,19 +282,18 @@ class Meeting:
 
     def _check(self, why: Callable[[], str]) -> None:
         """Say now and then why this rank waits; raise after the time limit."""
-        waited = monotonic() - self._since
         if failure := self._read_failure():
             raise RanksDisagree(f"{failure}. Nothing has started.")
         frozen = self._frozen
         silent = self._beats.describe(frozen, frozen) if frozen and self._beats else ""
-        if waited > self._timeout:
+        if self._waited.seconds > self._timeout:
             raise RanksDisagree(
                 f"the ranks did not all connect to {self._place} within {self._timeout:,.0f} s: "
                 f"{why()}. {CHECKS}{silent}"
             )
-        if waited >= self._next_warning:
-            self._next_warning += min(self._next_warning, LONGEST_INTERVAL)
-            who = f"rank {self._launch.rank} has waited {waited:,.0f} s to meet the others"
+        if self._waited.is_due():
+            waited = f"has waited {self._waited.seconds:,.0f} s to meet the others"
+            who = f"rank {self._launch.rank} {waited}"
             log.warning("%s at %s: %s%s", who, self._place, why(), silent)
 
     def _read_failure(self) -> str:

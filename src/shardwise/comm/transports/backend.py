@@ -39,7 +39,7 @@ from shardwise.comm.protocol import (
     check_divisible,
     rows_of,
 )
-from shardwise.comm.transports.gloo import close_connections
+from shardwise.comm.transports.gloo import close_connections, is_closed
 from shardwise.comm.transports.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
 from shardwise.comm.watchdog.desync import Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog, weakly
@@ -81,6 +81,8 @@ class BackendComm(Group):
             *(store, self.rank, self.size, weakly(self._interrupt), timeout),
             *(shutdown.where, shutdown.failure),
         )
+        if self._is_gloo:
+            self._watchdog.is_closed = partial(is_closed, group)
         with self._watchdog.meeting():
             self._watchdog.greet("start")
             # All processes must call new_group, so it can be called only for a group of all

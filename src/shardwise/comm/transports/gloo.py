@@ -61,6 +61,7 @@ class GlooComm(MessagesComm):
         own = PrefixStore("gloo/", new_client(store))
         new_group = partial(ProcessGroupGloo, own, self.rank, self.size, limit)
         self._group = self._waits.carry_out(new_group, self._watchdog.raise_if_failed, 0.05)
+        self._watchdog.is_closed = partial(is_closed, self._group)
 
     def _post(
         self, collective: Collective, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
@@ -109,8 +110,7 @@ class GlooComm(MessagesComm):
     def _wait(self, collective: Collective) -> None:
         since = monotonic()
         for peer, work in self._works[collective.seq]:
-            probe = partial(probe_connection, self._group, peer)
-            self._watchdog.waits = Wait(collective, since, peer, probe=probe)
+            self._watchdog.waits = Wait(collective, since, peer)
             try:
                 work.wait(IMMEDIATELY) if self._watchdog.failure else work.wait()
             except RuntimeError as error:
@@ -136,9 +136,13 @@ def close_connections(group: Any, peer: int) -> None:
         group.recv([buffer], peer, NO_TAG).wait(IMMEDIATELY)
 
 
-def probe_connection(group: Any, peer: int) -> None:
-    """Raise ``RuntimeError`` if the connection to ``peer`` is closed; nobody receives the message.
+def is_closed(group: Any, peer: int) -> bool:
+    """Is the connection to ``peer`` closed? Nobody receives the message that shows it.
 
     When it closes, gloo fails messages that have not begun, and leaves one that has to its timeout.
     """
-    group.send([torch.empty(1)], peer, PROBE_TAG)
+    try:
+        group.send([torch.empty(1)], peer, PROBE_TAG)
+    except RuntimeError:
+        return True
+    return False

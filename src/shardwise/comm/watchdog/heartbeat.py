@@ -37,6 +37,7 @@ def limit(environ: Mapping[str, str]) -> float:
 
 LIMIT = limit(os.environ)
 INTERVAL = LIMIT / 10  # seconds between two heartbeats
+FIRST_WARNING = LIMIT / 2  # seconds of waiting before the first log line; the interval doubles
 MOST = 8  # ranks that a report describes
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic, sleep
@@ -29,6 +29,7 @@ from shardwise.comm.watchdog import desync, heartbeat
 from shardwise.comm.watchdog.call_site import user_call
 from shardwise.comm.watchdog.desync import Collective, RankProgress
 from shardwise.comm.watchdog.heartbeat import Heartbeats
+from shardwise.comm.watchdog.waited import Waited
 from shardwise.comm.watchdog.waits_in_cpp import GLANCE, WaitsInCpp
 from shardwise.errors import RanksDisagree
 
@@ -36,7 +37,6 @@ T = TypeVar("T")
 
 POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
 FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
-FIRST_WARNING = heartbeat.LIMIT / 2  # seconds until the first log line; the interval doubles
 MAX_CHECK_INTERVAL = 10.0  # seconds
 HISTORY = 256  # collectives that a rank publishes
 
@@ -50,7 +50,6 @@ class Wait(NamedTuple):
     since: float  # ``monotonic()`` at its start
     peer: int | None = None  # the rank whose message is missing, if it is known
     is_complete: Callable[[], bool] = lambda: False  # for work on a stream, which ends unnoticed
-    probe: Callable[[], None] = lambda: None  # raises RuntimeError if ``peer`` cannot be reached
 
 
 class Watchdog:
@@ -76,6 +75,8 @@ class Watchdog:
         self.on_device: deque[Wait] = deque()  # those of its device, oldest first
         self._moved = 0.0  # ``monotonic()`` when the device was last seen to end one
         self.failure = ""  # why the group has failed
+        #: Is the connection to a rank closed? For a backend that knows.
+        self.is_closed: Callable[[int], bool] = lambda _: False
         self._store = store
         self._rank = rank
         self.size = size
@@ -190,13 +191,11 @@ class Watchdog:
             ended = {rank: c for rank, c in self._read_progress().items() if c.ended}
         except RuntimeError:
             return self.fail(_without_store(error, waiting[self._rank], peer))
-        own = desync.look_at({self._rank: user_call(self._caller)})
-        for rank in [peer] if peer in ended else ended:
-            why, issued = ended[rank].ended, ended[rank].issued
-            return self.fail(desync.rank_left(rank, why, issued, waiting) + own)
-        if peer is not None:
-            return self.fail(desync.rank_died(peer, waiting) + own)
-        return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
+        if (gone := peer if peer in ended else next(iter(ended), peer)) is None:
+            gone = self._unreachable(ended)
+        if gone is None:
+            return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
+        return self.fail(self._why_gone(gone, ended, waiting[self._rank]))
 
     def leave(self, reason: str, linger: float = 0.0) -> None:
         """Publish why this rank ends; wait up to ``linger`` seconds until all ranks have ended."""
@@ -218,7 +217,7 @@ class Watchdog:
     # --- the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        since = next_check = next_warning = 0.0
+        waited, next_check = Waited(), FIRST_CHECK
         self._beat()  # at once: of a rank that sent none, nobody could say that it sends no more
         while not self._stop.wait(POLL_INTERVAL):
             self._beat()
@@ -229,25 +228,16 @@ class Watchdog:
                 continue
             if waits is None:
                 continue
-            if waits.since != since:  # a comm that polls makes many objects of one wait
-                since, next_check = waits.since, FIRST_CHECK
-                next_warning = FIRST_WARNING
-            age = monotonic() - waits.since
-            if age < next_check:
-                continue
-            try:
-                waits.probe()
-            except RuntimeError as error:
-                self.explain(error, waits.peer)
+            if waits.since != waited.since:  # a comm that polls makes many objects of one wait
+                waited, next_check = Waited(waits.since), FIRST_CHECK
+            if (age := waited.seconds) < next_check:
                 continue
             reason, text = self._check(waits, age)
             if reason:
                 self.fail(reason)
-            elif text and age >= next_warning:
+            elif waited.is_due() and text:
                 log.warning("%s%s", self._where, text)
-            while next_warning <= age:
-                next_warning *= 2
-            next_check = min(next_warning, 1.25 * age, age + MAX_CHECK_INTERVAL)
+            next_check = min(waited.next, 1.25 * age, age + MAX_CHECK_INTERVAL)
 
     def _beat(self) -> None:
         """Send a heartbeat, if one is due."""
@@ -285,6 +275,9 @@ class Watchdog:
         progress = self._read_progress()
         silent = self._heartbeats.look(self.size)
         reason = self._failed_before() or self._read("verdict") or desync.diagnose(progress)
+        ended = {rank: one for rank, one in progress.items() if one.ended}
+        if not reason and (gone := self._unreachable(ended, waits.peer)) is not None:
+            reason = self._why_gone(gone, ended, collective)
         if waits.peer is None:
             missing = desync.missing_ranks(progress, self.size, collective)
         else:
@@ -296,6 +289,19 @@ class Watchdog:
         text = desync.still_waiting(self._rank, awake, missing, age, collective)
         return reason, text and text + self._heartbeats.describe(missing or silent, silent)
 
+    def _unreachable(self, ended: Container[int], peer: int | None = None) -> int | None:
+        """``peer``, or a rank that has not said that it ends, if the connection to it is closed."""
+        some = [rank for rank in range(self.size) if rank != self._rank and rank not in ended]
+        return next(filter(self.is_closed, some if peer is None else [peer]), None)
+
+    def _why_gone(self, rank: int, ended: Mapping[int, RankProgress], at: Collective) -> str:
+        """Say that a rank has gone while this one waits ``at`` a collective."""
+        waiting, own = {self._rank: at}, {self._rank: user_call(self._caller)}
+        why = desync.rank_died(rank, waiting)
+        if rank in ended:
+            why = desync.rank_left(rank, ended[rank].ended, ended[rank].issued, waiting)
+        return why + desync.look_at(own)
+
     # --- the store -------------------------------------------------------------------------
 
     def _ask(self, call: Callable[[], T]) -> T:
@@ -305,9 +311,10 @@ class Watchdog:
         def look() -> None:
             nonlocal silence
             silence += GLANCE  # no clock: this process may have been frozen itself
-            if self._stop.is_set() or silence > max(self._timeout, FIRST_WARNING):
+            if self._stop.is_set() or silence > max(self._timeout, heartbeat.FIRST_WARNING):
                 raise RuntimeError(f"no answer within {silence:,.0f} s")
-            before, self._silence = self._silence, silence if silence > FIRST_WARNING else 0.0
+            before = self._silence
+            self._silence = silence if silence > heartbeat.FIRST_WARNING else 0.0
             if self._silence and not before:
                 log.warning(
                     "%sthe store of the ranks has not answered for %.0f s: the process that serves "
