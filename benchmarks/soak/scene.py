@@ -136,8 +136,7 @@ class Scene:
         """The last step that was printed."""
         with self._outputs[0].open("rb") as file:
             file.seek(max(0, self._outputs[0].stat().st_size - 4096))
-            steps = re.findall(rb"^step +([\d,]+)/", file.read(), re.MULTILINE)
-        return int(steps[-1].replace(b",", b"")) if steps else 0
+            return last_step(file.read())
 
     def come_to(self, step: int) -> float:
         """Wait until the run, which nobody touches, has come to a step; the seconds it took.
@@ -190,6 +189,12 @@ class Silence(threading.Thread):
     def end(self) -> None:
         self._over.set()
         self.join()
+
+
+def last_step(printed: bytes) -> int:
+    """The last step of the lines that a run prints; 0: there is none."""
+    steps = re.findall(rb"^step +([\d,]+)/", printed, re.MULTILINE)
+    return int(steps[-1].replace(b",", b"")) if steps else 0
 
 
 def _child(process: int) -> int:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.harness.hosts import problem
 from benchmarks.harness.report import Row, read
 from benchmarks.soak.run import faults_table, kept_table
+from benchmarks.soak.scene import last_step
 
 
 def test_a_table_has_a_row_for_each_kind_of_fault_and_for_each_longest_lived_process() -> None:
@@ -20,6 +21,14 @@ def test_a_table_has_a_row_for_each_kind_of_fault_and_for_each_longest_lived_pro
     last: Row = {**first, "MiB": 11.0}
     kept = kept_table({("rank 0", 17): [first, first, last], ("rank 0", 18): [last]})
     assert kept.rows == (("rank 0", 2, 10.0, 11.0, 5, 5, 7, 7),)
+
+
+def test_the_last_step_is_read_with_its_commas() -> None:
+    printed = (
+        b"step     999/1,000,000  loss 5\nstep   1,003/1,000,000  loss 4\nwarning   step 9/9\n"
+    )
+    assert last_step(printed) == 1003
+    assert last_step(b"step") == 0
 
 
 @pytest.mark.cluster
