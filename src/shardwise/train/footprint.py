@@ -62,10 +62,10 @@ def _kinds(sharded: Sharded, optimizer: Optimizer, in_host: bool) -> list[tuple[
 
 
 def _shard_bytes(bucket: Bucket) -> int:
-    """Bytes of a bucket's shard; of a bucket in shared memory, this rank's part."""
+    """Bytes of a bucket's shard; this rank's part of a bucket that is shared, or stays gathered."""
     nbytes = storage_bytes([bucket.shard])
-    shared = bucket.allocation.aliased and bucket.allocation.shared
-    return nbytes // bucket.spec.shard.size if shared else nbytes
+    is_part = bucket.allocation.aliased and (bucket.allocation.shared or bucket.spec.kept)
+    return nbytes // bucket.spec.shard.size if is_part else nbytes
 
 
 def _unsharded(buckets: Sequence[Bucket], optimizer: Optimizer) -> tuple[int, int, int]:
