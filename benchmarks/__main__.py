@@ -11,6 +11,7 @@ import benchmarks.faults.run
 import benchmarks.finetune.run
 import benchmarks.foresight.run
 import benchmarks.gpu.run
+import benchmarks.here.run
 import benchmarks.mutants.run
 import benchmarks.scorecard.run
 import benchmarks.slowlinks.run
@@ -38,6 +39,7 @@ RUN = (
     "checkpoint",
     "faults",
     "finetune",
+    "here",
     "mutants",
     "scorecard",
     "slowlinks",

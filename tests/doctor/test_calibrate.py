@@ -30,4 +30,6 @@ def test_what_is_measured_is_an_entry_of_a_table(
     assert 1e-7 < accelerator.kernel < 1e-2
     assert 0 < accelerator.attention < 100
     assert 5e7 < accelerator.reserved < 5e9  # Python and torch; this process has run other tests
+    assert accelerator.kept == calibration.KEPT
+    assert 0 <= accelerator.recomputing < 5e8  # of torch's compiler, unless it was there
     assert 1e6 < machine.inside.bandwidth < 1e12

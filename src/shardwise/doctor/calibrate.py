@@ -16,6 +16,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.plan.forecast.machine import known
@@ -26,17 +27,20 @@ BATCH, HEADS, LENGTH, HEAD = 2, 8, 256, 64  # of attention
 ELEMENTS = 2**20  # of what is elementwise: 4 MiB
 SENT = (2**12, 2**24)  # bytes of a gather, for latency and bandwidth
 LAPS = 7
+# Of activations: glibc's holes beside them, in steps of a decoder that recomputes nothing:
+# docs/planning.md.
+KEPT = 0.5
 
 
 def calibrate(comm: Comm, name: str) -> str:
     """A file like ``machines.toml`` with one accelerator, ``name``, and its link. A collective."""
     device, floats = comm.device, torch.float32
     kernel = _kernel_seconds(device)
-    held = _held() if device.type == "cpu" else 0  # before large tensors come
+    waits = device.type == "cpu"
+    process = _process() if waits else {}  # before large tensors come
     rate, small = _product_rate(device, floats, kernel)
     narrow, _ = _product_rate(device, torch.bfloat16, kernel)
     latency, bandwidth = _link(comm)
-    waits = device.type == "cpu"
     link = f"{name}, between ranks"
     entry = {
         "bf16": narrow,
@@ -56,7 +60,7 @@ def calibrate(comm: Comm, name: str) -> str:
         "per_host": comm.size,
         "device": device.type,
         "source": "measured here",
-    } | ({"reserved": held, "host_memory": 0.0} if waits else {})
+    } | process
     links = {"bandwidth": bandwidth, "latency": latency, "source": "measured here"}
     return f"{_table('accelerators', name, entry)}\n{_table('links', link, links)}"
 
@@ -156,6 +160,14 @@ def _memory(comm: Comm) -> float:
     if comm.device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / comm.size
     return float(torch.accelerator.get_memory_info(comm.device)[1])
+
+
+def _process() -> dict[str, object]:
+    """Measure what a process on CPU holds beside tensors."""
+    held, x = _held(), torch.ones(1, requires_grad=True)
+    checkpoint(torch.sin, x, use_reentrant=False).sum().backward()  # torch imports its compiler
+    recomputing = max(0, _held() - held)
+    return {"reserved": held, "recomputing": recomputing, "kept": KEPT, "host_memory": 0.0}
 
 
 def _held() -> int:

@@ -17,6 +17,7 @@ from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Comm
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.plan.draw import draw
+from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.memory import MemoryForecast, forecast
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.work import Span, StepWork
@@ -231,3 +232,13 @@ def test_recomputation_and_host_memory_lower_the_peak() -> None:
     offloaded, _ = of_decoder(offload="everything")
     assert offloaded.peak < plain.peak
     assert offloaded.in_host > 0
+
+
+def test_a_process_keeps_what_each_pool_has_had_at_most() -> None:
+    memory, _ = of_decoder()
+    transient = ("gathered", "gradient buckets", "gradients", "communication")
+    highest = [memory.most.get(Kind(kind), 0) for kind in transient]
+    assert max(highest) < memory.pooled <= sum(highest)
+    lasting = sum(n for kind, n in memory.most.items() if kind not in transient)
+    assert memory.process(kept=0.0) == lasting + memory.pooled > memory.peak
+    assert memory.process(0.5) - memory.process(0.0) == memory.most[Kind.ACTIVATIONS] // 2

@@ -190,11 +190,13 @@ def test_a_model_that_looks_at_values_cannot_be_observed() -> None:
         observe(model, choose_units(model), (torch.ones(2, 4),), {})
 
 
-def test_models_of_transformers_bring_their_loss() -> None:
+@pytest.mark.parametrize("caches", [True, False])  # without, masks look for packed rows
+def test_models_of_transformers_bring_their_loss(caches: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=40, attn_implementation="sdpa",
+        use_cache=caches,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     batch = {"input_ids": IDS, "labels": IDS}

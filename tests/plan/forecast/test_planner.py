@@ -154,3 +154,13 @@ def test_few_blocks_stand_for_all_only_where_a_step_of_all_says_so(
     planned = Planner(asked).forecast(candidate)
     monkeypatch.setattr(repeated, "FEWEST", 100)
     assert planned == Planner(asked).forecast(candidate)
+
+
+def test_a_process_on_cpu_holds_more_than_its_tensors_take_at_once() -> None:
+    planner = Planner(question())
+    plain, recomputed = (planner.forecast(Candidate("full_shard", 4, recompute=n)) for n in (0, 1))
+    gpu = planner.question.machine.accelerator
+    cpu = replace(gpu, kept=0.5, recomputing=10**6)
+    assert plain.held(gpu) == plain.memory.peak
+    assert plain.held(cpu) == plain.memory.process(0.5) > plain.memory.peak
+    assert recomputed.held(cpu) == recomputed.memory.process(0.5) + 10**6

@@ -180,7 +180,10 @@ class _Search:
         return in_host_memory and (peak.device + self.reserved) * more <= self.capacity
 
     def _fits(self, forecast: Forecast) -> bool:
-        return self.fits(Peak(forecast.memory.peak, forecast.memory.in_host))
+        return self.fits(Peak(self._held(forecast), forecast.memory.in_host))
+
+    def _held(self, forecast: Forecast) -> int:
+        return forecast.held(self.question.machine.accelerator)
 
     def fastest_of_each(
         self, planner: Planner, every: Sequence[Candidate], kind: Callable[[Candidate], str | None]
@@ -221,9 +224,9 @@ class _Search:
         if more := self._on_more_ranks(best.candidate):
             changed["twice as many ranks"] = more
         fixes = [
-            Fix(name, f.memory.peak, _rate(best) / _rate(f), self._fits(f))
+            Fix(name, self._held(f), _rate(best) / _rate(f), self._fits(f))
             for name, f in changed.items()
-            if f.memory.peak < best.memory.peak
+            if self._held(f) < self._held(best)
         ]
         return sorted(fixes, key=lambda fix: (not fix.fits, fix.time if fix.fits else fix.peak))
 
@@ -245,7 +248,7 @@ class _Search:
         if not others:
             return planner.forecast(smallest(planner, [c for c in every if c.wire is None]))
         best = others[0]
-        free = self.capacity / (1 + self.errors.memory) - self.reserved - best.memory.peak
+        free = self.capacity / (1 + self.errors.memory) - self.reserved - self._held(best)
         whole = sum(p.numel() * p.itemsize for p in self.question.model.parameters())
         share = round(min(1.0, free / whole), 2)
         frees = not placement_of(best.candidate.strategy).resident

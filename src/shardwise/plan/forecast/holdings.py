@@ -34,6 +34,10 @@ class Kind(StrEnum):
     BATCH = "batch"
 
 
+POOLED = frozenset({Kind.GATHERED, Kind.BUCKETS, Kind.GRADIENTS, Kind.COMMUNICATION})
+"""On CPU, uses of the engine's own pages (``comm.pages``), which keeps what it has had at most."""
+
+
 class Use(NamedTuple):
     """A use of memory, by a unit."""
 
@@ -49,6 +53,7 @@ class Ledger:
         uses: now.
         now, in_host: the sums of those on the device, and of those in host memory beside it.
         most: bytes of each kind on the device at most so far.
+        pooled: bytes of the kinds in ``POOLED`` together, at most so far.
         peak: bytes on the device at most since it was last set.
         at_peak: the uses when the device held more than ever before.
     """
@@ -58,6 +63,7 @@ class Ledger:
         self.now = self.in_host = self.peak = 0
         self.most: Counter[Kind] = Counter()
         self.at_peak: dict[Use, int] = {}
+        self.pooled = self._in_pool = 0
         self._kinds: Counter[Kind] = Counter()
         self._ever = 0
 
@@ -71,6 +77,9 @@ class Ledger:
         self.peak = max(self.peak, self.now)
         self._kinds[use.kind] += nbytes
         self.most[use.kind] = max(self.most[use.kind], self._kinds[use.kind])
+        if use.kind in POOLED:
+            self._in_pool += nbytes
+            self.pooled = max(self.pooled, self._in_pool)
         if self.now > self._ever:
             self._ever, self.at_peak = self.now, dict(self.uses)
 

@@ -54,6 +54,8 @@ class Accelerator:
         waits: the host waits for each kernel, as on CPUs, so ``kernel`` adds to its time.
         device: what torch calls it.
         reserved: bytes of it that hold neither model nor engine: context, libraries, communicators.
+        kept: of a CPU, the part of activations that the C library has in holes beside them.
+        recomputing: bytes of libraries that a process loads where units are recomputed.
         host_memory: bytes of a usual host's memory.
         small, contention: as in ``Constants``, which they replace where they are not ``None``.
     """
@@ -81,6 +83,8 @@ class Accelerator:
     aliases: tuple[str, ...] = ()
     device: str = "cuda"
     reserved: int = 1_500_000_000
+    kept: float | None = None
+    recomputing: int = 0
     host_memory: float = 1e12
 
     def peak(self, precision: str) -> float:

@@ -7,7 +7,7 @@ and takes between two cues follows from the work that was observed.
                                                                    activations within spans
 
 All bytes are those of tensors. A process on CPU holds more: libraries, which a calibration
-measures, and what glibc keeps of freed blocks, which is not forecast (``docs/planning.md``).
+measures, and what is freed and kept, for which ``MemoryForecast.process`` has a rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.config.options import blocks
 from shardwise.plan.blueprint import Blueprint
-from shardwise.plan.forecast.holdings import Holdings, Kind, Use
+from shardwise.plan.forecast.holdings import POOLED, Holdings, Kind, Use
 from shardwise.plan.forecast.work import Span, StepWork
 from shardwise.plan.printed import size
 from shardwise.plan.schedule.decide import steps
@@ -67,11 +67,13 @@ class MemoryForecast:
         moments: all events and spans, in order.
         uses: bytes at the peak, and those in host memory then; the largest first.
         most: bytes of each kind on the device at most, at any moment.
+        pooled: bytes of those of the engine's pages at most, at any moment.
     """
 
     moments: tuple[Moment, ...]
     uses: tuple[tuple[Use, int], ...]
     most: Mapping[Kind, int]
+    pooled: int
 
     @cached_property
     def at_peak(self) -> Moment:
@@ -82,6 +84,17 @@ class MemoryForecast:
     def peak(self) -> int:
         """Bytes at most on the device."""
         return self.at_peak.peak
+
+    def process(self, kept: float) -> int:
+        """Bytes of a process on CPU at most, without libraries.
+
+        The engine's pages and the C library keep what they have had, each at another moment.
+
+        Args:
+            kept: of activations, the part that the C library has in holes beside them.
+        """
+        lasting = sum(n for kind, n in self.most.items() if kind not in POOLED)
+        return lasting + self.pooled + int(kept * self.most[Kind.ACTIVATIONS])
 
     @property
     def in_host(self) -> int:
@@ -140,7 +153,7 @@ def forecast(
     walk = _Walk(blueprint, optimizer)
     moments = tuple(walk.through(order, work, mode))
     uses = sorted(walk.ledger.at_peak.items(), key=lambda item: item[1], reverse=True)
-    return MemoryForecast(moments, tuple(uses), walk.ledger.most)
+    return MemoryForecast(moments, tuple(uses), walk.ledger.most, walk.ledger.pooled)
 
 
 class _Walk:

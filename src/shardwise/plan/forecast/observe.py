@@ -7,6 +7,7 @@ references, so nothing here is a formula for one family of models.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -112,6 +113,7 @@ def observe(
         _cues(model, units, precision, recording),
         _without_values(),
         _fused_attention(),
+        _one_sequence_a_row(),
         recording,
     ):
         step = _Step(model, loss, recording)
@@ -319,6 +321,22 @@ def _fused_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = plain
+
+
+@contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """Keep ``transformers`` from looking for packed rows: positions have no values here."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    looks = getattr(masks, name, None)
+    if looks is None:  # not imported, or an older one, which does not look
+        yield
+        return
+    setattr(masks, name, lambda positions: None if positions.is_meta else looks(positions))
+    try:
+        yield
+    finally:
+        setattr(masks, name, looks)
 
 
 def _fused(

@@ -32,7 +32,7 @@ from shardwise.config.strategies import placement_of
 from shardwise.plan.blueprint import Blueprint, draw_on, stay_gathered, units_of
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
-from shardwise.plan.forecast.machine import known
+from shardwise.plan.forecast.machine import Accelerator, known
 from shardwise.plan.forecast.memory import MemoryForecast
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.question import Question
@@ -51,6 +51,13 @@ class Forecast(NamedTuple):
     candidate: Candidate
     memory: MemoryForecast
     time: TimeForecast
+
+    def held(self, accelerator: Accelerator) -> int:
+        """Bytes of ``accelerator`` at most, without what is reserved."""
+        if accelerator.kept is None:
+            return self.memory.peak
+        loaded = accelerator.recomputing if self.candidate.recompute else 0
+        return self.memory.process(accelerator.kept) + loaded
 
 
 class Peak(NamedTuple):

@@ -67,7 +67,7 @@ class Verdict:
     @property
     def peak(self) -> int:
         """Bytes at most on the device."""
-        return self.best.memory.peak + self.reserved
+        return self.best.held(self.machine.accelerator) + self.reserved
 
     @property
     def capacity(self) -> float:
@@ -149,7 +149,9 @@ class Verdict:
     def _memory(self) -> Iterator[str]:
         yield f"peak of a rank, while {self.best.memory.at_peak}:"
         held: Mapping[str, int] = self.best.memory.by_kind
-        for kind, nbytes in {**held, "context and communicators": self.reserved}.items():
+        kept = self.peak - self.reserved - self.best.memory.peak
+        more = {"freed and kept": kept, "context and communicators": self.reserved}
+        for kind, nbytes in {**held, **more}.items():
             if nbytes >= self.peak / 1000:
                 yield f"  {kind:<26} {_gb(nbytes):>10}  {nbytes / self.peak:4.0%}"
         if self.best.memory.in_host:
@@ -174,8 +176,9 @@ class Verdict:
             yield from map(self._other, self.rounded)
 
     def _other(self, forecast: Forecast) -> str:
-        candidate, memory, time = forecast
-        peak, rate = _gb(memory.peak + self.reserved), f"{time.tokens_per_second:,.0f}"
+        candidate, _, time = forecast
+        peak = _gb(forecast.held(self.machine.accelerator) + self.reserved)
+        rate = f"{time.tokens_per_second:,.0f}"
         return f"  {rate:>8} {time.work.counted}/s {peak:>9}  {candidate}; {_largest(time.parts)}"
 
     def _fixes(self) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Forecasts beside what this machine takes: calibrated step times, and processes' peaks."""

@@ -1,0 +1,103 @@
+"""A process's peak beside its forecast: what is reserved, and what the model adds at most."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from benchmarks.harness.memory import held_by, samples
+from benchmarks.harness.report import MIB, Cell, Column
+from benchmarks.harness.workers import Worker, Workers
+from benchmarks.here.subjects import forecast_of
+from benchmarks.models import Task, decoder
+from benchmarks.programs import Logits
+from benchmarks.training import decoder_config
+from shardwise.comm.machine.connect import over
+from shardwise.plan.forecast.machine import Machine
+
+ROWS = (1, 4, 16)
+STEPS = 3
+VOCABULARY, TOKENS, WIDTH, LAYERS = 8_192, 128, 512, 8
+PEAKS = (
+    Column("model"), Column("ranks"), Column("rows"), Column("recomputed"),
+    Column("start", ".0f"), Column("tensors", ".0f"), Column("forecast", ".0f"),
+    Column("MiB peak", ".0f"), Column("off %", "+.1f"),
+)  # fmt: skip
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH * 43 // 16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=WIDTH // 64,
+        use_cache=False,
+    )
+    return Logits(LlamaForCausalLM(config))
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape: dict[str, Any] = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": WIDTH // 64}
+    shape |= {"vocab_size": VOCABULARY, "n_positions": TOKENS, "tie_word_embeddings": False}
+    shape |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    return Logits(GPT2LMHeadModel(GPT2Config(**shape)))
+
+
+BUILD: dict[str, Callable[[], nn.Module] | None] = {
+    "decoder": None,
+    "llama": _llama,
+    "gpt2": _gpt2,
+}
+
+
+def task_of(model: str, rows: int) -> Task:
+    """Of 30 to 34 M parameters, with rows of 128 tokens."""
+    task, build = decoder(decoder_config(WIDTH, LAYERS), VOCABULARY, TOKENS, rows), BUILD[model]
+    return task if build is None else replace(task, build=build)
+
+
+def peak_row(model: str, machine: Machine, rows: int, recompute: bool) -> tuple[Cell, ...]:
+    """One process of ``full_shard`` over messages: the mean of all ranks."""
+    world = machine.per_host
+    with Workers(world, _train, model, rows, recompute) as workers:
+        workers.receive()  # the group exists, the model does not
+        start = sum(held_by(each.pid or 0, "Pss:") for each in workers.processes) / world
+        peak = max(sum(each) for each in samples(workers, "Pss:")) / world
+        workers.receive()
+    forecast = forecast_of(task_of(model, rows), machine, "full_shard", recompute=int(recompute))
+    expected = start + forecast.held(machine.accelerator)
+    sizes = (each / MIB for each in (start, forecast.memory.peak, expected, peak))
+    return model, world, rows, "yes" if recompute else "no", *sizes, 100 * (expected / peak - 1)
+
+
+def _train(worker: Worker, model: str, rows: int, recompute: bool) -> None:
+    with worker.group():
+        task = task_of(model, rows)
+        with torch.device("meta"):
+            task.build()  # libraries of the model are loaded
+        worker.send("started")
+        dist.barrier()
+        net = task.build()
+        comm = over(dist.group.WORLD, transport="messages")
+        sharded = sw.shard(net, "full_shard", comm=comm, activation_checkpointing=recompute)
+        optimizer = sw.optim.AdamW(sharded, lr=3e-4)
+        gc.collect()
+        for number in range(STEPS):
+            batch = task.batch(torch.Generator().manual_seed(number))
+            task.loss(net, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        worker.send("trained")
+        dist.barrier()
