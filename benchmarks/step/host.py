@@ -111,7 +111,9 @@ def chains(count: int) -> nn.Sequential:
 def sharded(engine: str, model: nn.Sequential) -> sw.Sharded | None:
     """Shard the model by an engine over the world that does not exist."""
     if engine in ("full_shard", "shard_grad_op"):
-        return sw.shard(model, engine, wrap=sw.wrap.by_class(Chain), comm=SilentComm(0, WORLD))
+        # Units as small as these would stay gathered: they stand for large ones.
+        wrap, comm = sw.wrap.by_class(Chain), SilentComm(0, WORLD)
+        return sw.shard(model, engine, wrap=wrap, comm=comm, unsharded=0)
     if engine != "plain":
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
