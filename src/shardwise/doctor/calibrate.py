@@ -15,15 +15,19 @@ from time import perf_counter
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.plan.forecast.machine import known
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.units.units import choose_units
+from shardwise.plan.units.wrap import whole
 
 SIZES = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (1024, 256, 1024), (1024, 1024, 1024))
 """Products, ``m, n, k``: from those that a host's time bounds to those that reach a rate."""
 BATCH, HEADS, LENGTH, HEAD = 2, 8, 256, 64  # of attention
+LAYERS, WIDTH = 16, 32  # of a model so small that the host takes all the time
 ELEMENTS = 2**20  # of what is elementwise: 4 MiB
 SENT = (2**12, 2**24)  # bytes of a gather, for latency and bandwidth
 LAPS = 7
@@ -35,11 +39,11 @@ KEPT = 0.5
 def calibrate(comm: Comm, name: str) -> str:
     """A file like ``machines.toml`` with one accelerator, ``name``, and its link. A collective."""
     device, floats = comm.device, torch.float32
-    kernel = _kernel_seconds(device)
+    launch = _launch_seconds(device)
     waits = device.type == "cpu"
     process = _process() if waits else {}  # before large tensors come
-    rate, small = _product_rate(device, floats, kernel)
-    narrow, _ = _product_rate(device, torch.bfloat16, kernel)
+    rate, small = _product_rate(device, floats, launch)
+    narrow, _ = _product_rate(device, torch.bfloat16, launch)
     latency, bandwidth = _link(comm)
     link = f"{name}, between ranks"
     entry = {
@@ -50,7 +54,7 @@ def calibrate(comm: Comm, name: str) -> str:
         "attention": _attention_rate(device, floats) / rate,
         "memory": _memory(comm),
         "bandwidth": _bandwidth(device) / known().constants.bandwidth,
-        "kernel": kernel,
+        "kernel": _kernel_seconds(device),
         "waits": waits,
         "small": small,
         "contention": 1.0 if waits else known().constants.contention,
@@ -84,7 +88,22 @@ def _seconds(run: Callable[[], object], device: torch.device, times: int = 1) ->
 
 
 def _kernel_seconds(device: torch.device) -> float:
-    """Seconds of the host for one kernel of a forward and a backward pass."""
+    """Seconds of the host for one kernel of a model, with its part of the calls of modules."""
+    blocks = ((nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
+    model = nn.Sequential(*(nn.Sequential(*block) for block in blocks)).to(device)
+    x = torch.ones(2, WIDTH, device=device)
+    work = observe(model, choose_units(model, whole()), (x,), {})
+    parts = (*work.units.values(), work.rest)
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    return _seconds(step, device) / sum(p.forward.kernels + p.backward.kernels for p in parts)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Seconds of the host for one kernel alone, of a forward and a backward pass."""
     x = torch.ones(16, device=device, requires_grad=True)
 
     def step() -> None:
@@ -96,7 +115,7 @@ def _kernel_seconds(device: torch.device) -> float:
     return _seconds(step, device) / 43  # 20 products and a sum; as many backward, and the gradient
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype, kernel: float) -> tuple[float, float]:
+def _product_rate(device: torch.device, dtype: torch.dtype, launch: float) -> tuple[float, float]:
     """FLOP/s of large products, and how much longer small ones take; see ``Constants.small``."""
     rows, seconds = [], []
     for m, n, k in SIZES:
@@ -104,7 +123,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype, kernel: float) -> tu
         taken = _seconds(partial(torch.matmul, left, right), device, times=4)
         flops = 2 * m * n * k
         rows.append([1.0, 1 / m + 1 / n + 1 / k])
-        seconds.append(max(taken - kernel, 0.2 * taken) / flops)
+        seconds.append(max(taken - launch, 0.2 * taken) / flops)
     weights = 1 / torch.tensor(seconds, dtype=torch.float64)  # errors count relative
     sides = torch.tensor(rows, dtype=torch.float64) * weights[:, None]
     solution = torch.linalg.lstsq(sides, torch.ones(len(rows), 1, dtype=torch.float64)).solution
