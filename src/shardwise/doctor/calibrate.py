@@ -28,6 +28,7 @@ SIZES = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (1024, 256, 1024), (102
 """Products, ``m, n, k``: from those that a host's time bounds to those that reach a rate."""
 BATCH, HEADS, LENGTH, HEAD = 2, 8, 256, 64  # of attention
 LAYERS, WIDTH = 16, 32  # of a model so small that the host takes all the time
+WEIGHTS = 4  # that take turns
 ELEMENTS = 2**20  # of what is elementwise: 4 MiB
 SENT = (2**12, 2**24)  # bytes of a gather, for latency and bandwidth
 LAPS = 7
@@ -39,11 +40,11 @@ KEPT = 0.5
 def calibrate(comm: Comm, name: str) -> str:
     """A file like ``machines.toml`` with one accelerator, ``name``, and its link. A collective."""
     device, floats = comm.device, torch.float32
-    launch = _launch_seconds(device)
+    kernel = _kernel_seconds(device)
     waits = device.type == "cpu"
     process = _process() if waits else {}  # before large tensors come
-    rate, small = _product_rate(device, floats, launch)
-    narrow, _ = _product_rate(device, torch.bfloat16, launch)
+    rate, small = _product_rate(device, floats, kernel)
+    narrow, _ = _product_rate(device, torch.bfloat16, kernel)
     latency, bandwidth = _link(comm)
     link = f"{name}, between ranks"
     entry = {
@@ -54,7 +55,7 @@ def calibrate(comm: Comm, name: str) -> str:
         "attention": _attention_rate(device, floats) / rate,
         "memory": _memory(comm),
         "bandwidth": _bandwidth(device) / known().constants.bandwidth,
-        "kernel": _kernel_seconds(device),
+        "kernel": kernel,
         "waits": waits,
         "small": small,
         "contention": 1.0 if waits else known().constants.contention,
@@ -102,28 +103,14 @@ def _kernel_seconds(device: torch.device) -> float:
     return _seconds(step, device) / sum(p.forward.kernels + p.backward.kernels for p in parts)
 
 
-def _launch_seconds(device: torch.device) -> float:
-    """Seconds of the host for one kernel alone, of a forward and a backward pass."""
-    x = torch.ones(16, device=device, requires_grad=True)
-
-    def step() -> None:
-        y = x
-        for _ in range(20):
-            y = y * 2.0
-        y.sum().backward()
-
-    return _seconds(step, device) / 43  # 20 products and a sum; as many backward, and the gradient
-
-
-def _product_rate(device: torch.device, dtype: torch.dtype, launch: float) -> tuple[float, float]:
+def _product_rate(device: torch.device, dtype: torch.dtype, kernel: float) -> tuple[float, float]:
     """FLOP/s of large products, and how much longer small ones take; see ``Constants.small``."""
     rows, seconds = [], []
     for m, n, k in SIZES:
-        left, right = (torch.randn(*size, device=device).to(dtype) for size in ((m, k), (k, n)))
-        taken = _seconds(partial(torch.matmul, left, right), device, times=4)
+        taken = _linear_seconds(device, dtype, (m, n, k)) / 3
         flops = 2 * m * n * k
         rows.append([1.0, 1 / m + 1 / n + 1 / k])
-        seconds.append(max(taken - launch, 0.2 * taken) / flops)
+        seconds.append(max(taken - kernel, 0.2 * taken) / flops)
     weights = 1 / torch.tensor(seconds, dtype=torch.float64)  # errors count relative
     sides = torch.tensor(rows, dtype=torch.float64) * weights[:, None]
     solution = torch.linalg.lstsq(sides, torch.ones(len(rows), 1, dtype=torch.float64)).solution
@@ -131,6 +118,20 @@ def _product_rate(device: torch.device, dtype: torch.dtype, launch: float) -> tu
     if each <= 0:  # no size has reached its rate
         return 1 / min(seconds), 0.0
     return 1 / each, max(0.0, edge / each)
+
+
+def _linear_seconds(device: torch.device, dtype: torch.dtype, size: tuple[int, int, int]) -> float:
+    """Seconds of the three products of a linear layer; weights come from memory, as in a model."""
+    m, n, k = size
+    weights = [torch.randn(n, k, device=device).to(dtype).requires_grad_() for _ in range(WEIGHTS)]
+    x = torch.randn(m, k, device=device).to(dtype).requires_grad_()
+    gradient = torch.ones(m, n, device=device, dtype=dtype)
+
+    def step() -> None:
+        for weight in weights:
+            torch.autograd.grad(F.linear(x, weight), (x, weight), gradient)
+
+    return _seconds(step, device) / WEIGHTS
 
 
 def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
