@@ -94,7 +94,8 @@ def shard(model: nn.Module, run: Run) -> sw.Sharded:
     os.environ |= {"RANK": str(run.rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": run.addresses[0]}
     os.environ |= {"MASTER_PORT": "29500"}
-    return sw.shard(model, run.method, mesh=(2, 1) if run.method == "hybrid_shard" else None)
+    mesh = (2, 1) if run.method == "hybrid_shard" else None
+    return sw.shard(model, run.method, mesh=mesh, unsharded=0)  # as of a large model
 
 
 def train(
