@@ -21,7 +21,7 @@ from benchmarks.harness.machine import this_machine
 from benchmarks.harness.report import MIB, Column, Report, Row, Table
 from benchmarks.models import blocks, shape
 from benchmarks.training import apply_fsdp2
-from shardwise.config.strategies import PRESETS, placement_of
+from shardwise.config.strategies import PRESETS
 from shardwise.doctor.steps import planned_peak
 from shardwise.train.decoder import Rotary
 from tests.recorder.clocks import DEVICE
@@ -71,9 +71,7 @@ Opened = Callable[[Device, int], AbstractContextManager[Ready]]
 @contextmanager
 def _ours(strategy: str, options: dict[str, Any], device: Device, world: int) -> Iterator[Ready]:
     # Blocks are units that are freed, as large ones are.
-    large: dict[str, Any] = {"wrap": sw.wrap.automatic(joined_nbytes=0)}
-    if not placement_of(strategy).resident:
-        large["unsharded"] = 0
+    large: dict[str, Any] = {"wrap": sw.wrap.automatic(joined_nbytes=0), "unsharded": 0}
     options = {"precision": sw.Precision(param_dtype=BF16)} | large | options
     if PRESETS[strategy].hybrid:
         options["mesh"] = MESHES[world]
