@@ -5,11 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from shardwise.cli import other_libraries
-from shardwise.cli.other_libraries import LOGGED, WARNINGS, import_for, without_their_noise
+from shardwise.cli.other_libraries import (
+    LOGGED,
+    WARNINGS,
+    compiling_when_called,
+    import_for,
+    without_their_noise,
+)
 from shardwise.recipe.recipe import Recipe
 
 
@@ -40,3 +48,23 @@ def test_what_a_model_is_made_with_is_imported_and_no_garbage_collected_meanwhil
     import_for(Recipe.model_validate({"model": {"from": "folder"}, "adapter": {"rank": 8}}))
     assert imported == [("transformers.modeling_utils", False), ("peft", False)]
     assert gc.isenabled()
+
+
+def test_what_is_decorated_while_libraries_are_imported_is_compiled_when_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[tuple[object, bool]] = []
+
+    def compile_now(function: Callable[..., object], *, dynamic: bool) -> Callable[..., object]:
+        compiled.append((function, dynamic))
+        return function
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    with compiling_when_called():
+        later = torch.compile(dynamic=False)(double)
+    assert torch.compile is compile_now
+    assert (later.__name__, compiled) == ("double", [])
+    assert (later(1), later(2), compiled) == (2, 4, [(double, False)])

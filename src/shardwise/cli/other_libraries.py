@@ -7,7 +7,9 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, partial, wraps
 from importlib import import_module
+from typing import Any
 
 from shardwise.recipe.recipe import Recipe
 
@@ -37,11 +39,40 @@ def importing() -> Iterator[None]:
 
 def import_for(recipe: Recipe) -> None:
     """Import what the recipe's model is made with; where it is absent, whoever needs it says so."""
-    with importing(), without_their_noise(), suppress(ImportError):
+    with importing(), compiling_when_called(), without_their_noise(), suppress(ImportError):
         if recipe.model.source is not None:
             import_module("transformers.modeling_utils")
         if recipe.adapter.rank is not None:
             import_module("peft")
+
+
+@contextmanager
+def compiling_when_called() -> Iterator[None]:
+    """In the block ``torch.compile`` of a function does nothing until that is called.
+
+    bitsandbytes asks for three as it is imported, and so for all of ``torch._inductor``: 0.9 s and
+    41 MiB of each rank, though no recipe calls them.
+    """
+    import torch
+
+    compile_now: Any = torch.compile
+
+    def compile_later(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return partial(compile_later, **options)
+        compiled = cache(partial(compile_now, function, **options))
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    torch.compile = compile_later  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
 
 
 @contextmanager
