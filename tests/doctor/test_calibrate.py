@@ -16,9 +16,11 @@ from tests.ranks import run_threads
 def test_what_is_measured_is_an_entry_of_a_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(calibration, "LAPS", 2)
+    monkeypatch.setattr(calibration, "ROUNDS", 2)
     monkeypatch.setattr(calibration, "SENT", (2**10, 2**20))
     monkeypatch.setattr(calibration, "SIZES", calibration.SIZES[:3])
+    monkeypatch.setattr(calibration, "WEIGHTS", 2**20)
+    monkeypatch.setattr(calibration, "ELEMENTWISE", (64, 64, 2))
     file = tmp_path / "here.toml"
     file.write_text(run_threads(2, partial(calibrate, name='A "desk"'))[0], "utf-8")
     machine = known().with_file(file).machine('A "desk"')
@@ -29,7 +31,30 @@ def test_what_is_measured_is_an_entry_of_a_table(
     assert 1e7 < accelerator.bandwidth < 1e13
     assert 1e-7 < accelerator.kernel < 1e-2
     assert 0 < accelerator.attention < 100
+    assert accelerator.short is not None
+    assert accelerator.narrow is not None
+    engine = accelerator.step, accelerator.unit, accelerator.parameter
+    assert all(0 <= seconds < 1 for seconds in engine)
     assert 5e7 < accelerator.reserved < 5e9  # Python and torch; this process has run other tests
     assert accelerator.kept == calibration.KEPT
     assert 0 <= accelerator.recomputing < 5e8  # of torch's compiler, unless it was there
     assert 1e6 < machine.inside.bandwidth < 1e12
+
+
+def test_an_edge_is_what_makes_small_sizes_take_longer() -> None:
+    taken = {size: 3e-12 * (1 + 20 / size) for size in (64, 16)}
+    assert calibration._edge((taken[64], 64), (taken[16], 16)) == pytest.approx(20)
+    assert calibration._edge((taken[16], 64), (taken[64], 16)) == 0  # noise: it took no longer
+
+
+def test_what_a_gradient_and_a_unit_take_in_the_engine_is_what_it_adds() -> None:
+    step, unit, parameter, latency = 5e-4, 4e-4, 2e-5, 1e-4
+    few, _ = calibration.LAYERS
+    seconds = {f"plain {layers}": 1e-4 * layers for layers in calibration.LAYERS}
+    for layers in calibration.LAYERS:
+        gradients = layers * calibration.PARAMETERS
+        added = step + unit + latency + gradients * parameter
+        seconds[f"engine {layers}"] = seconds[f"plain {layers}"] + added
+    seconds["units"] = seconds[f"engine {few}"] + (few - 1) * (unit + latency)
+    expected = {"step": step, "unit": unit, "parameter": parameter}
+    assert calibration._engine(seconds, latency) == pytest.approx(expected)

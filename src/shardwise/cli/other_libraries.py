@@ -48,7 +48,7 @@ def import_for(recipe: Recipe) -> None:
 
 @contextmanager
 def compiling_when_called() -> Iterator[None]:
-    """In the block ``torch.compile`` of a function does nothing until that is called.
+    """Delay ``torch.compile`` of a function in the block until that is called.
 
     bitsandbytes asks for three as it is imported, and so for all of ``torch._inductor``: 0.9 s and
     41 MiB of each rank, though no recipe calls them.

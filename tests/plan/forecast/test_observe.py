@@ -101,6 +101,14 @@ def test_what_is_recomputed_is_told_apart() -> None:
     assert again.backward.flops == first.backward.flops + again.recomputed.flops
 
 
+def test_each_gradient_counts_when_it_comes() -> None:
+    work = of_llama()
+    for unit in work.units.values():
+        assert unit.forward.gradients == 0
+    layers = [unit.backward.gradients for name, unit in work.units.items() if "layers" in name]
+    assert {*layers} == {9}  # seven products and two norms
+
+
 # ---- memory ------------------------------------------------------------------------------------
 
 

@@ -63,3 +63,13 @@ def test_the_host_bounds_small_kernels_and_on_a_cpu_its_time_adds() -> None:
     seconds = cpu.seconds(work)
     assert seconds.total == seconds.device + seconds.host
     assert (seconds / 2 + seconds / 2).total == pytest.approx(seconds.total)
+
+
+def test_a_measured_machine_has_edges_and_an_engine_of_its_own() -> None:
+    here = replace(H100, short=300.0, narrow=0.0, parameter=2e-5, unit=3e-4, waits=True)
+    rates = replace(PLAIN, accelerator=here)
+    by_constants = PLAIN.seconds(of(SCORES)).attention
+    assert rates.seconds(of(SCORES)).attention == pytest.approx(by_constants / 1.21 * 1.3)
+    assert rates.seconds(Pass(gradients=5)).host == pytest.approx(1e-4)
+    assert rates.call.total == pytest.approx(1.5e-4)  # of a unit's two passes, each
+    assert PLAIN.call.total == PLAIN.seconds(Pass(gradients=5)).total == 0

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.plan.draw import draw
 from shardwise.plan.forecast.collectives import Network
-from shardwise.plan.forecast.machine import Link, Machine, known
+from shardwise.plan.forecast.machine import Accelerator, Link, Machine, known
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.rates import Kernels, Rates
 from shardwise.plan.forecast.time import (
@@ -114,6 +114,23 @@ def test_a_step_of_several_micro_batches_is_forecast_from_its_blueprint() -> Non
     parameters = sum(spec.rest_nbytes for spec in blueprint.buckets)
     moved = machine.accelerator.bandwidth * TABLE.constants.bandwidth * once.optimizer
     assert moved == pytest.approx((2 * 2 + 3) * parameters, rel=1e-2)
+
+
+def test_what_the_engine_takes_on_the_host_is_of_a_step_and_of_each_call() -> None:
+    model = Decoder(LLAMA, VOCABULARY, LENGTH)
+    blueprint = draw(model, "zero1", ranks=(0, RANKS))
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    work = observe(model, blueprint.units, (ids,), {}, loss=lambda logits: logits.mean())
+    machine = TABLE.machine("A100")
+
+    def seconds(engine: Accelerator) -> float:
+        return forecast(blueprint, work, replace(machine, accelerator=engine)).seconds
+
+    cpu = replace(machine.accelerator, waits=True)
+    assert seconds(replace(cpu, step=1.0)) == pytest.approx(seconds(cpu) + 1)
+    of_calls = seconds(replace(cpu, unit=1.0)) - seconds(cpu)
+    outside = 2  # before, between and after: half a second each
+    assert of_calls == pytest.approx(len(blueprint.buckets) + outside)
 
 
 def test_the_optimizer_takes_its_bytes() -> None:

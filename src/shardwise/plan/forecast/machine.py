@@ -57,7 +57,11 @@ class Accelerator:
         kept: of a CPU, the part of activations that the C library has in holes beside them.
         recomputing: bytes of libraries that a process loads where units are recomputed.
         host_memory: bytes of a usual host's memory.
-        small, contention: as in ``Constants``, which they replace where they are not ``None``.
+        small, contention, short, narrow: as in ``Constants``, which they replace where they are not
+            ``None``.
+        step, unit, parameter: seconds of the host that the engine and its optimizer take for a
+            step, for two calls (of a unit or what is in none, a forward and a backward one), and
+            for each gradient.
     """
 
     name: str
@@ -80,6 +84,11 @@ class Accelerator:
     waits: bool = False
     small: float | None = None
     contention: float | None = None
+    short: float | None = None
+    narrow: float | None = None
+    step: float = 0.0
+    unit: float = 0.0
+    parameter: float = 0.0
     aliases: tuple[str, ...] = ()
     device: str = "cuda"
     reserved: int = 1_500_000_000

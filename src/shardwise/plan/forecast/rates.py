@@ -94,8 +94,17 @@ class Rates:
     @property
     def contention(self) -> float:
         """The accelerator's own, or that of ``Constants``."""
-        own = self.accelerator.contention
-        return self.constants.contention if own is None else own
+        return self._own("contention")
+
+    def _own(self, name: Literal["small", "contention", "short", "narrow"]) -> float:
+        own: float | None = getattr(self.accelerator, name)
+        common: float = getattr(self.constants, name)
+        return common if own is None else own
+
+    @property
+    def call(self) -> Seconds:
+        """Time of the engine for one call of a unit in one pass."""
+        return Seconds(host=self.accelerator.unit / 2, waits=self.accelerator.waits)
 
     def seconds(self, work: Pass, unit: str | None = None) -> Seconds:
         """Time of ``work``, a pass of ``unit``."""
@@ -112,27 +121,25 @@ class Rates:
             products,
             attention,
             moved / (self.accelerator.bandwidth * self.constants.bandwidth),
-            work.kernels * self.accelerator.kernel,
+            work.kernels * self.accelerator.kernel + work.gradients * self.accelerator.parameter,
             self.accelerator.waits,
         )
 
     def _product(self, product: Product, narrow: bool) -> float:
         precision = self.kernels.precision if narrow else _PRECISIONS[product.itemsize]
         rate = self.accelerator.peak(precision) * self.accelerator.products
-        small = self.accelerator.small
-        small = self.constants.small if small is None else small
         edges = 1 / product.m + 1 / product.n + 1 / product.k
-        return product.flops / rate * (1 + small * edges)
+        return product.flops / rate * (1 + self._own("small") * edges)
 
     def _attention(self, product: Product) -> float:
         """Seconds of scores or of their mixture; ``m`` is the number of queries."""
-        accelerator, constants = self.accelerator, self.constants
+        accelerator = self.accelerator
         rate = accelerator.peak(_PRECISIONS[product.itemsize]) * accelerator.attention
         rate *= {"flash1": FLASH1 * accelerator.flash2, "flash2": accelerator.flash2}.get(
             self.kernels.attention, 1
         )
         size, length = sorted((product.n, product.k))
-        edges = (1 + constants.short / length) * (1 + constants.narrow / size)
+        edges = (1 + self._own("short") / length) * (1 + self._own("narrow") / size)
         return product.flops / (1 + product.causal) / rate * edges
 
 

@@ -43,6 +43,7 @@ class _Kernels:
     products: Counter[Product] = field(default_factory=Counter)
     moved: int = 0
     count: int = 0
+    gradients: int = 0
 
     def add(
         self, operator: Any, args: Sequence[Any], read: list[Tensor], made: list[Tensor]
@@ -56,10 +57,11 @@ class _Kernels:
 
     def __add__(self, other: _Kernels) -> _Kernels:
         every = self.products + other.products
-        return _Kernels(every, self.moved + other.moved, self.count + other.count)
+        gradients = self.gradients + other.gradients
+        return _Kernels(every, self.moved + other.moved, self.count + other.count, gradients)
 
     def as_pass(self) -> Pass:
-        return Pass(tuple(self.products.items()), self.moved, self.count)
+        return Pass(tuple(self.products.items()), self.moved, self.count, self.gradients)
 
 
 @dataclass
@@ -139,6 +141,7 @@ class Recording(TorchDispatchMode):
     def take_gradient(self, unit: str, param: Tensor) -> None:
         """A gradient has come. It goes to its bucket at once, so it is not alive here."""
         param.grad = None
+        self._span.kernels.gradients += 1
         first = self._first_small if param.numel() < SMALL_GRADIENT else self.first_gradients
         first.setdefault(unit, len(self._backward) - 1)
 

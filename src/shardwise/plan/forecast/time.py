@@ -165,7 +165,7 @@ class _Durations:
         calls = self.calls[unit, phase]
         key = id(part), unit in self.rates.kernels.narrow, calls
         if key not in self.known:
-            self.known[key] = self.rates.seconds(part, unit) / calls
+            self.known[key] = self.rates.seconds(part, unit) / calls + self.rates.call
         return self.known[key]
 
 
@@ -175,7 +175,7 @@ class TimeForecast:
 
     Attributes:
         micro_batches: each kind, and how many of them a step has.
-        optimizer: seconds of its own step.
+        optimizer: seconds of its own step, and of the engine for any step.
         work: of one micro-batch.
         peak: FLOP/s that the vendor promises in bf16, the base of MFU.
     """
@@ -245,6 +245,7 @@ def forecast(
     here = [spec for spec in blueprint.buckets if not spec.in_host]
     moved = sum(_stepped(blueprint, spec, optimizer) for spec in here)
     seconds = optimizer_seconds(moved, rates) + _on_host(blueprint, machine)
+    seconds += machine.accelerator.step
     return TimeForecast(walked, seconds, work, machine.accelerator.peak("bf16"))
 
 

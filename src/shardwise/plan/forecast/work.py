@@ -53,11 +53,13 @@ class Pass:
         products: each with the number of times it runs.
         moved: bytes that every other kernel reads and writes.
         kernels: all of them, products included; views are none.
+        gradients: of parameters that train, each when it comes.
     """
 
     products: tuple[tuple[Product, int], ...] = ()
     moved: int = 0
     kernels: int = 0
+    gradients: int = 0
 
     @property
     def flops(self) -> int:
