@@ -167,6 +167,9 @@ def _join(switch: Sequence[str], process: int, number: int, host: Host) -> None:
     address = ("add", f"{host.address}/24", "dev", host.interface)
     _run(*host.command("ip", "address", *address))
     _run(*host.command("ip", "link", "set", "dev", host.interface, "up"))
+    for enter, end in ((switch, port), (host.command(), host.interface)):
+        one_cpu = f"echo 1 >/sys/class/net/{end}/queues/rx-0/rps_cpus"
+        _run(*enter, "sh", "-c", one_cpu)  # so that packets come in the order in which they went
 
 
 def _on(process: int, *words: str, folder: Path | None = None) -> list[str]:

@@ -25,6 +25,7 @@ from shardwise.launch.plan import LaunchPlan
 
 PATIENCE = 180.0  # seconds in which a run has to go on by itself
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
+CLOCK = Path(__file__).with_name("clock.c")
 MIB = 2**20
 
 
@@ -45,6 +46,14 @@ def mount_disk(folder: Path, mib: int) -> Path:
     return disk
 
 
+def preloaded(source: Path, folder: Path) -> str:
+    """The library of a file in C, which is built in a folder, for ``LD_PRELOAD``."""
+    library = str(folder / f"{source.stem}.so")
+    build = ("cc", "-shared", "-fPIC", "-O2", "-o", library, str(source))
+    subprocess.run(build, check=True)  # noqa: S603
+    return library
+
+
 class Scene:
     """Two hosts and what runs there. Final.
 
@@ -60,10 +69,7 @@ class Scene:
         self._clocks = [disk.parent / f"{host.name}.clock" for host in hosts]
         for clock in self._clocks:
             clock.write_bytes(bytes(8))
-        self._library = str(disk.parent / "clock.so")
-        source = str(Path(__file__).with_name("clock.c"))
-        build = ("cc", "-shared", "-fPIC", "-O2", "-o", self._library, source)
-        subprocess.run(build, check=True)  # noqa: S603
+        self._library = preloaded(CLOCK, disk.parent)
         self._launchers = list[subprocess.Popen[Any]]()
         self._plan: LaunchPlan
 

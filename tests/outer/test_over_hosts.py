@@ -74,8 +74,8 @@ def worker(pair: list[Host], number: int, output: Path, pause: float = 0.02) -> 
 def test_what_goes_over_the_cable_is_what_has_to(method: str) -> None:
     result = measured(1_000, method, {"steps": 4})
     least = least_nbytes(METHODS[method], result["numel"], result["last"])
-    # 66 of 1,514 bytes are headers, each way; segments that a full queue drops are sent again.
-    assert least < result["sent"] < 1.15 * least
+    # 66 of 1,514 bytes are headers, each way.
+    assert least < result["sent"] < 1.06 * least
 
 
 def program(pair: list[Host], folder: Path, **words: Any) -> list[Started]:
