@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -72,12 +73,15 @@ def peak_row(model: str, machine: Machine, rows: int, recompute: bool) -> tuple[
     """One process of ``full_shard`` over messages: the mean of all ranks."""
     world = machine.per_host
     with Workers(world, _train, model, rows, recompute) as workers:
-        workers.receive()  # the group exists, the model does not
+        loaded = all(workers.receive())  # the group exists, the model does not
         start = sum(held_by(each.pid or 0, "Pss:") for each in workers.processes) / world
         peak = max(sum(each) for each in samples(workers, "Pss:")) / world
         workers.receive()
     forecast = forecast_of(task_of(model, rows), machine, "full_shard", recompute=int(recompute))
-    expected = start + forecast.held(machine.accelerator)
+    accelerator = machine.accelerator
+    if loaded:  # the model's library imports torch's compiler, so ``start`` has it
+        accelerator = replace(accelerator, recomputing=0)
+    expected = start + forecast.held(accelerator)
     sizes = (each / MIB for each in (start, forecast.memory.peak, expected, peak))
     return model, world, rows, "yes" if recompute else "no", *sizes, 100 * (expected / peak - 1)
 
@@ -87,7 +91,7 @@ def _train(worker: Worker, model: str, rows: int, recompute: bool) -> None:
         task = task_of(model, rows)
         with torch.device("meta"):
             task.build()  # libraries of the model are loaded
-        worker.send("started")
+        worker.send("torch._dynamo" in sys.modules)
         dist.barrier()
         net = task.build()
         comm = over(dist.group.WORLD, transport="messages")

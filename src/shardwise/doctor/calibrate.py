@@ -38,9 +38,9 @@ LAYERS, WIDTH, PARAMETERS = (8, 32), 32, 6  # of models so small that the host t
 ELEMENTWISE = 512, 512, 4  # rows, width and layers
 SENT = (2**12, 2**24)  # bytes of a collective, for latency and bandwidth
 ROUNDS = 20
-# Of activations: glibc's holes beside them, in steps of a decoder that recomputes nothing:
+# Of blocks that are saved or pass: glibc's holes beside them, in steps of a decoder and a Llama:
 # docs/planning.md.
-KEPT = 0.5
+KEPT = 0.25
 
 
 def calibrate(comm: Comm, name: str) -> str:

@@ -17,6 +17,7 @@ from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Comm
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.plan.draw import draw
+from shardwise.plan.forecast import recording
 from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.memory import MemoryForecast, forecast
 from shardwise.plan.forecast.observe import observe
@@ -239,6 +240,17 @@ def test_a_process_keeps_what_each_pool_has_had_at_most() -> None:
     transient = ("gathered", "gradient buckets", "gradients", "communication")
     highest = [memory.most.get(Kind(kind), 0) for kind in transient]
     assert max(highest) < memory.pooled <= sum(highest)
+    heap = memory.heap
+    assert (heap.blocks, heap.mapped) == (memory.most[Kind.ACTIVATIONS], 0)
+    assert 0 < heap.passing < heap.blocks
     lasting = sum(n for kind, n in memory.most.items() if kind not in transient)
-    assert memory.process(kept=0.0) == lasting + memory.pooled > memory.peak
-    assert memory.process(0.5) - memory.process(0.0) == memory.most[Kind.ACTIVATIONS] // 2
+    assert memory.process(kept=0.0) == lasting + memory.pooled + heap.passing > memory.peak
+    assert memory.process(0.5) - memory.process(0.0) == (heap.saved + heap.passing) // 2
+
+
+def test_large_blocks_leave_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, _ = of_decoder()
+    monkeypatch.setattr(recording, "MAPPED", 1)
+    large, _ = of_decoder()
+    assert large.heap == (0, small.heap.blocks, 0, 0)
+    assert large.process(0.5) < small.process(0.0)

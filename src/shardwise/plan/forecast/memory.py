@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardwise.config.options import blocks
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.forecast.holdings import POOLED, Holdings, Kind, Use
-from shardwise.plan.forecast.work import Span, StepWork
+from shardwise.plan.forecast.work import Level, Span, StepWork
 from shardwise.plan.printed import size
 from shardwise.plan.schedule.decide import steps
 from shardwise.plan.schedule.events import Event, Mode, Order, Policy
@@ -33,6 +34,7 @@ OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 OUTSIDE = "(no unit)"  # the loss, and modules without parameters
 MOST_LINES = 8  # of an explanation, by kind and by unit
+_COUNTED = POOLED | {Kind.ACTIVATIONS}  # by ``process`` otherwise
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,29 @@ class Moment:
         return f"{self.event.op} {self.event.unit or '(root)'}, {self.event.phase}"
 
 
+class Heap(NamedTuple):
+    """Activations as the C library holds them.
+
+    Attributes:
+        blocks, mapped: bytes at most of storages below ``MAPPED``, which leave holes; of others.
+        saved, passing: bytes of the former that the backward pass frees, and as in ``StepWork``.
+    """
+
+    blocks: int = 0
+    mapped: int = 0
+    saved: int = 0
+    passing: int = 0
+
+    @classmethod
+    def of(cls, work: StepWork) -> Heap:
+        """Add up the spans of a step."""
+        spans = (*work.forward, *work.backward)
+        blocks = reduce(Level.then, (span.blocks for span in spans))
+        mapped = reduce(Level.then, (span.mapped for span in spans))
+        saved = sum(span.blocks.grown for span in work.forward)
+        return cls(blocks.peak, mapped.peak, saved, work.passing)
+
+
 @dataclass(frozen=True)
 class MemoryForecast:
     """One rank's memory in a step.
@@ -68,12 +93,14 @@ class MemoryForecast:
         uses: bytes at the peak, and those in host memory then; the largest first.
         most: bytes of each kind on the device at most, at any moment.
         pooled: bytes of those of the engine's pages at most, at any moment.
+        heap: activations as a process on CPU holds them.
     """
 
     moments: tuple[Moment, ...]
     uses: tuple[tuple[Use, int], ...]
     most: Mapping[Kind, int]
     pooled: int
+    heap: Heap
 
     @cached_property
     def at_peak(self) -> Moment:
@@ -88,13 +115,16 @@ class MemoryForecast:
     def process(self, kept: float) -> int:
         """Bytes of a process on CPU at most, without libraries.
 
-        The engine's pages and the C library keep what they have had, each at another moment.
+        The engine's pages and the C library keep what they have had, each at another moment: what
+        passes seldom fits where blocks of other sizes were, and has memory of its own.
 
         Args:
-            kept: of activations, the part that the C library has in holes beside them.
+            kept: of blocks, the part that the C library has in holes beside them.
         """
-        lasting = sum(n for kind, n in self.most.items() if kind not in POOLED)
-        return lasting + self.pooled + int(kept * self.most[Kind.ACTIVATIONS])
+        heap = self.heap
+        lasting = sum(n for kind, n in self.most.items() if kind not in _COUNTED)
+        blocks = heap.blocks + heap.passing + int(kept * (heap.saved + heap.passing))
+        return lasting + self.pooled + blocks + heap.mapped
 
     @property
     def in_host(self) -> int:
@@ -153,7 +183,8 @@ def forecast(
     walk = _Walk(blueprint, optimizer)
     moments = tuple(walk.through(order, work, mode))
     uses = sorted(walk.ledger.at_peak.items(), key=lambda item: item[1], reverse=True)
-    return MemoryForecast(moments, tuple(uses), walk.ledger.most, walk.ledger.pooled)
+    heap = Heap() if work is None else Heap.of(work)
+    return MemoryForecast(moments, tuple(uses), walk.ledger.most, walk.ledger.pooled, heap)
 
 
 class _Walk:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.forecast.kernels import is_kernel, moved, products
-from shardwise.plan.forecast.work import Pass, Product, Span, UnitWork
+from shardwise.plan.forecast.work import MAPPED, Level, Pass, Product, Span, UnitWork
 from shardwise.plan.order import mirror
 from shardwise.plan.schedule.events import Cue, Op, Order
 from shardwise.plan.spec import SMALL_GRADIENT
@@ -72,12 +72,23 @@ class _Span:
     alive: int  # bytes when it began
     in_host: int
     peak: int  # bytes alive at most so far
+    blocks: int = 0  # of storages below ``MAPPED``: bytes when it began, and at most so far
+    blocks_peak: int = 0
+    mapped_peak: int = 0  # of the others
     kernels: _Kernels = field(default_factory=_Kernels)
     repeated: _Kernels = field(default_factory=_Kernels)
 
     def until(self, following: _Span) -> Span:
         grown, in_host = following.alive - self.alive, following.in_host - self.in_host
-        return Span(self.unit, grown, self.peak - self.alive, in_host)
+        blocks = Level(following.blocks - self.blocks, self.blocks_peak - self.blocks)
+        mapped = Level(grown - blocks.grown, self.mapped_peak - (self.alive - self.blocks))
+        return Span(self.unit, grown, self.peak - self.alive, in_host, blocks, mapped)
+
+    def note(self, alive: int, blocks: int) -> None:
+        """So many bytes are alive."""
+        self.peak = max(self.peak, alive)
+        self.blocks_peak = max(self.blocks_peak, blocks)
+        self.mapped_peak = max(self.mapped_peak, alive - blocks)
 
 
 class Recording(TorchDispatchMode):
@@ -95,6 +106,9 @@ class Recording(TorchDispatchMode):
         self._alive, self._copied = _Bytes(), _Bytes()  # by the unit that made them; in host memory
         self._saved, self._kept = _Bytes(), _Bytes()  # the same when the backward pass begins
         self._outputs = _Bytes()
+        self._blocks = 0  # bytes alive of storages below ``MAPPED``
+        self._changes = list[tuple[int, int]]()  # of them: a number for each, and bytes; freed: < 0
+        self._turned = 0  # how many of them were before the backward pass
         self._forward, self._backward = [_Span(None, 0, 0, 0)], list[_Span]()
         self._first_nodes = [next_sequence_number()]  # of each span of the forward pass
         self._calls: list[tuple[str | None, int]] = [(None, 0)]  # under way: unit, number of cue
@@ -132,6 +146,7 @@ class Recording(TorchDispatchMode):
     def turn(self) -> None:
         """The backward pass begins."""
         self._saved, self._kept = _Bytes(self._alive), _Bytes(self._copied)
+        self._turned = len(self._changes)
         self._backward.append(self._next(None))
 
     def holds(self, tensor: Tensor) -> bool:
@@ -171,21 +186,28 @@ class Recording(TorchDispatchMode):
         return self._backward[-1] if self._backward else self._forward[-1]
 
     def _next(self, unit: str | None) -> _Span:
-        alive = self._alive.total()
-        return _Span(unit, alive, self._copied.total(), alive)
+        alive, blocks = self._alive.total(), self._blocks
+        return _Span(unit, alive, self._copied.total(), alive, blocks, blocks, alive - blocks)
 
     def _note(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
         if key in self._made or key in self._held:
             return
-        storage, span = tensor.untyped_storage(), self._span
-        self._made[key] = ref(storage, partial(self._end, key, span.unit, storage.nbytes()))
-        self._alive[span.unit] += storage.nbytes()
-        span.peak = max(span.peak, self._alive.total())
+        storage, span, number = tensor.untyped_storage(), self._span, len(self._changes)
+        nbytes = storage.nbytes()
+        self._made[key] = ref(storage, partial(self._end, key, span.unit, nbytes, number))
+        self._change(span.unit, nbytes, number)
+        span.note(self._alive.total(), self._blocks)
 
-    def _end(self, key: int, unit: str | None, nbytes: int, _: object) -> None:
+    def _end(self, key: int, unit: str | None, nbytes: int, number: int, _: object) -> None:
         del self._made[key]
-        self._alive[unit] -= nbytes
+        self._change(unit, -nbytes, number)
+
+    def _change(self, unit: str | None, nbytes: int, number: int) -> None:
+        self._alive[unit] += nbytes
+        if abs(nbytes) < MAPPED:
+            self._blocks += nbytes
+            self._changes.append((number, nbytes))
 
     def _go_back(self) -> None:
         """Begin the spans up to the one that made the node that autograd executes."""
@@ -228,6 +250,18 @@ class Recording(TorchDispatchMode):
             is_held = bool(begun) and cues[begun[-1]].op is Op.ENTER and holds[begun[-1]]
             at = next((end for end in own if end >= came), came) if is_held else came
             self.first_gradients[unit] = min(at, self.first_gradients.get(unit, at))
+
+    def passing(self) -> int:
+        """Bytes of storages that one pass makes and frees: see ``StepWork``."""
+        forward = self._changes[: self._turned]
+        freed = {number for number, nbytes in forward if nbytes < 0}
+        saved = {number for number, nbytes in forward if nbytes > 0} - freed
+        alive, most = Counter[int](), Counter[int]()
+        for number, nbytes in self._changes:
+            if number not in saved:
+                alive[abs(nbytes)] += nbytes
+                most[abs(nbytes)] = max(most[abs(nbytes)], alive[abs(nbytes)])
+        return most.total()
 
     def work_of(self, unit: str | None) -> UnitWork:
         """The work of one unit, or of none."""

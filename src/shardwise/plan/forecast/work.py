@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardwise.plan.schedule.events import Order
 
@@ -67,6 +67,24 @@ class Pass:
         return sum(product.flops * times for product, times in self.products)
 
 
+MAPPED = 1 << 25
+"""Bytes from which glibc maps each block by itself, and unmaps it when it is freed (mallopt(3))."""
+
+
+class Level(NamedTuple):
+    """Bytes alive at the end of a span, and at most, above those alive at its start."""
+
+    grown: int = 0
+    peak: int = 0
+
+    def then(self, other: Level) -> Level:
+        """Join two that follow one another."""
+        return Level(self.grown + other.grown, max(self.peak, self.grown + other.peak))
+
+
+NOTHING = Level()
+
+
 @dataclass(frozen=True)
 class Span:
     """Memory between two cues.
@@ -76,17 +94,21 @@ class Span:
         grown: bytes alive at its end, less those alive at its start.
         peak: bytes alive at most, above those alive at its start.
         in_host: ``grown`` of what checkpointing keeps in host memory, which is not in ``grown``.
+        blocks, mapped: of storages below ``MAPPED`` bytes, and of the others.
     """
 
     unit: str | None
     grown: int
     peak: int
     in_host: int = 0
+    blocks: Level = NOTHING
+    mapped: Level = NOTHING
 
     def then(self, other: Span) -> Span:
         """Both, as one span of the first one's unit."""
-        peak = max(self.peak, self.grown + other.peak)
-        return Span(self.unit, self.grown + other.grown, peak, self.in_host + other.in_host)
+        level = Level(self.grown, self.peak).then(Level(other.grown, other.peak))
+        blocks, mapped = self.blocks.then(other.blocks), self.mapped.then(other.mapped)
+        return Span(self.unit, *level, self.in_host + other.in_host, blocks, mapped)
 
 
 @dataclass(frozen=True)
@@ -129,6 +151,8 @@ class StepWork:
         first_gradients: for each unit that trains, the span of ``backward`` with its first one.
         inputs: bytes of the batch.
         buffers: bytes of the model's buffers.
+        passing: bytes of storages below ``MAPPED`` that one pass makes and frees: those of each
+            size that are alive at once at most, added up.
     """
 
     units: Mapping[str, UnitWork]
@@ -141,6 +165,7 @@ class StepWork:
     first_gradients: Mapping[str, int]
     inputs: int
     buffers: int
+    passing: int = 0
 
     @property
     def flops(self) -> int:
