@@ -1,6 +1,6 @@
 """Runs over two and three hosts whose links or machines fail: who is waited for is named in 10 s.
 
-A link that comes back and a rank that dies are in ``test_clusters`` and ``tests/outer``.
+A link that comes back and a rank that starts again are in ``test_clusters`` and ``tests/outer``.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Ranks:
                 stderr=output,
             )
 
+    def process(self, number: int) -> int:
+        nsenter = self.started[number].pid
+        [child] = Path(f"/proc/{nsenter}/task/{nsenter}/children").read_text().split()
+        return int(child)
+
     def _path(self, number: int) -> Path:
         return self._folder / f"rank-{number}.out"
 
@@ -98,6 +103,21 @@ def test_a_link_that_is_cut_for_good_is_named_and_ends_the_run(
     ranks.says(1, "the store of the ranks has not answered for")
     assert [ranks.started[number].wait(60) for number in range(2)] == [1, 1]
     assert "rank 1 has not come within" in ranks.text(0)
+
+
+def test_a_frozen_rank_is_named_goes_on_and_is_missed_within_seconds_once_it_is_killed(
+    two: tuple[list[Host], Ranks],
+) -> None:
+    _, ranks = two
+    os.kill(ranks.process(1), signal.SIGSTOP)
+    ranks.says(0, "rank 1 has sent no heartbeat for .* The last one: process .* on host1")
+    ranks.says(0, "stack of rank 1: ")
+    step = ranks.step()
+    ranks.started[1].send_signal(signal.SIGCONT)  # of nsenter, which stops and goes on with it
+    ranks.wait(lambda: ranks.step() > step + 2)
+    os.kill(ranks.process(1), signal.SIGKILL)
+    ranks.says(0, "rank 1 ended without a reason", 3)  # measured: 0.1 s
+    assert ranks.started[0].wait(SECONDS) == 1
 
 
 def test_packets_that_are_lost_one_way_are_named(two: tuple[list[Host], Ranks]) -> None:

@@ -359,6 +359,16 @@ def test_who_serves_the_store_lingers_until_all_have_left(group: Group) -> None:
     assert 0.25 < time.monotonic() - start < 60
 
 
+def test_who_serves_the_store_does_not_linger_for_a_rank_that_was_killed(group: Group) -> None:
+    mine, theirs = group.add(3), group.add(3)
+    theirs.issue(A)
+    theirs.explain(RuntimeError("Connection closed by peer"), 2)
+    theirs.leave("it raised an error")
+    start = time.monotonic()
+    mine.leave("it raised an error", linger=20)
+    assert time.monotonic() - start < 10
+
+
 def test_a_closed_end_says_that_it_is_closed(group: Group) -> None:
     mine = group.add(2)
     mine.leave("it closed its communicator")

@@ -189,16 +189,16 @@ class Watchdog:
             if verdict := self._read("verdict"):
                 return self.fail(verdict)
             ended = {rank: c for rank, c in self._read_progress().items() if c.ended}
+            if (gone := peer if peer in ended else next(iter(ended), peer)) is None:
+                gone = self._unreachable(ended)
+            if gone is None:
+                return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
+            return self.fail(self._why_gone(gone, ended, waiting[self._rank]))
         except RuntimeError:
             return self.fail(_without_store(error, waiting[self._rank], peer))
-        if (gone := peer if peer in ended else next(iter(ended), peer)) is None:
-            gone = self._unreachable(ended)
-        if gone is None:
-            return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
-        return self.fail(self._why_gone(gone, ended, waiting[self._rank]))
 
     def leave(self, reason: str, linger: float = 0.0) -> None:
-        """Publish why this rank ends; wait up to ``linger`` seconds until all ranks have ended."""
+        """Publish why this rank ends; wait up to ``linger`` seconds until all have, or are gone."""
         self._stop.set()
         if self._thread is not threading.current_thread():  # which may have found a comm unused
             self._thread.join()
@@ -296,11 +296,11 @@ class Watchdog:
 
     def _why_gone(self, rank: int, ended: Mapping[int, RankProgress], at: Collective) -> str:
         """Say that a rank has gone while this one waits ``at`` a collective."""
-        waiting, own = {self._rank: at}, {self._rank: user_call(self._caller)}
-        why = desync.rank_died(rank, waiting)
+        waiting, own = {self._rank: at}, desync.look_at({self._rank: user_call(self._caller)})
         if rank in ended:
-            why = desync.rank_left(rank, ended[rank].ended, ended[rank].issued, waiting)
-        return why + desync.look_at(own)
+            return desync.rank_left(rank, ended[rank].ended, ended[rank].issued, waiting) + own
+        self._store.set(f"gone/{rank}", "")  # so that nobody waits until it leaves
+        return desync.rank_died(rank, waiting) + own
 
     # --- the store -------------------------------------------------------------------------
 
@@ -345,8 +345,8 @@ class Watchdog:
         return {rank: _decode_progress(value) for rank, value in zip(written, values, strict=True)}
 
     def _all_ended(self) -> bool:
-        progress = self._read_progress()
-        return len(progress) == self.size and all(c.ended for c in progress.values())
+        ended = {rank for rank, one in self._read_progress().items() if one.ended}
+        return all(n in ended or self._store.check([f"gone/{n}"]) for n in range(self.size))
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
