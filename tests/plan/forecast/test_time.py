@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.draw import draw
 from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Accelerator, Link, Machine, known
@@ -36,13 +37,18 @@ def link(bandwidth: float) -> Link:
     return Link("a link", bandwidth, 0.0, "")
 
 
-def played(
-    strategy: str = "full_shard", bandwidth: float = 1e12, contention: float = 0.0
-) -> tuple[MicroBatch, StepWork]:
+def drawn(strategy: str) -> tuple[Blueprint, StepWork]:
     model = Decoder(LLAMA, VOCABULARY, LENGTH)
     blueprint = draw(model, strategy, ranks=(0, RANKS))
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
     work = observe(model, blueprint.units, (ids,), {}, loss=lambda logits: logits.mean())
+    return blueprint, work
+
+
+def played(
+    strategy: str = "full_shard", bandwidth: float = 1e12, contention: float = 0.0
+) -> tuple[MicroBatch, StepWork]:
+    blueprint, work = drawn(strategy)
     accelerator = replace(TABLE.accelerator("A100"), kernel=0.0, contention=contention)
     machine = Machine(accelerator, link(bandwidth), link(bandwidth), link(bandwidth), RANKS)
     listed = events(work.order, blueprint.policy, blueprint.nbytes)
@@ -103,10 +109,7 @@ def test_a_forecast_sums_its_parts_and_counts_flop_by_convention() -> None:
 
 
 def test_a_step_of_several_micro_batches_is_forecast_from_its_blueprint() -> None:
-    model = Decoder(LLAMA, VOCABULARY, LENGTH)
-    blueprint = draw(model, "zero1", ranks=(0, RANKS))
-    ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    work = observe(model, blueprint.units, (ids,), {}, loss=lambda logits: logits.mean())
+    blueprint, work = drawn("zero1")
     machine = TABLE.machine("A100")
     once, thrice = (forecast(blueprint, work, machine, micro_batches=n) for n in (1, 3))
     assert [times for _, times in thrice.micro_batches] == [2, 1]
@@ -117,10 +120,7 @@ def test_a_step_of_several_micro_batches_is_forecast_from_its_blueprint() -> Non
 
 
 def test_what_the_engine_takes_on_the_host_is_of_a_step_and_of_each_call() -> None:
-    model = Decoder(LLAMA, VOCABULARY, LENGTH)
-    blueprint = draw(model, "zero1", ranks=(0, RANKS))
-    ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    work = observe(model, blueprint.units, (ids,), {}, loss=lambda logits: logits.mean())
+    blueprint, work = drawn("zero1")
     machine = TABLE.machine("A100")
 
     def seconds(engine: Accelerator) -> float:
