@@ -19,10 +19,12 @@ from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.plan.draw import draw
 from shardwise.plan.forecast import recording
 from shardwise.plan.forecast.holdings import Kind
-from shardwise.plan.forecast.memory import MemoryForecast, forecast
+from shardwise.plan.forecast.memory import FIRST_STEP, Heap, MemoryForecast, forecast
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.work import Span, StepWork
 from shardwise.plan.schedule.events import Event
+from shardwise.plan.units.units import choose_units
+from shardwise.plan.units.wrap import by_class
 from shardwise.torch_internals import storage_key
 from tests.nets import NETS, Net, decoder, decoder_batch, loss
 from tests.ranks import run_threads
@@ -244,13 +246,40 @@ def test_a_process_keeps_what_each_pool_has_had_at_most() -> None:
     assert (heap.blocks, heap.mapped) == (memory.most[Kind.ACTIVATIONS], 0)
     assert 0 < heap.passing < heap.blocks
     lasting = sum(n for kind, n in memory.most.items() if kind not in transient)
-    assert memory.process(kept=0.0) == lasting + memory.pooled + heap.passing > memory.peak
+    least = lasting + memory.pooled + heap.passing + FIRST_STEP
+    assert memory.process(kept=0.0) == least > memory.peak
     assert memory.process(0.5) - memory.process(0.0) == (heap.saved + heap.passing) // 2
+
+
+class Waves(nn.Module):
+    """Whose temporaries are as large as its rows, and whose output is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, 16]`` → ``[rows]``."""
+        mean: Tensor = self.linear(x).sin().cos().mean(-1)
+        return mean
+
+
+def test_what_recomputation_frees_at_once_passes() -> None:
+    model, x = nn.Sequential(Waves()), torch.ones(8, 16)
+    for policy, passed in ((None, 1), (ActivationCheckpointing("Waves"), 3)):  # or some are saved
+        work = observe(model, choose_units(model, by_class(Waves)), (x,), {}, policy)
+        assert max(span.passed for span in work.forward) == passed * x.nbytes
+
+
+def test_what_is_saved_fills_holes_of_what_passed() -> None:
+    heap = Heap(blocks=100, mapped=7, saved=20, passing=10, passed=200)
+    assert heap.held(kept=0.5) == 107 + 10 + (120 - 20)
+    assert heap._replace(saved=110).held(kept=0.5) == 107 + 55 + 15  # more than is left of 120
 
 
 def test_large_blocks_leave_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     small, _ = of_decoder()
     monkeypatch.setattr(recording, "MAPPED", 1)
     large, _ = of_decoder()
-    assert large.heap == (0, small.heap.blocks, 0, 0)
+    assert large.heap == (0, small.heap.blocks, 0, 0, 0)
     assert large.process(0.5) < small.process(0.0)

@@ -34,6 +34,11 @@ OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 OUTSIDE = "(no unit)"  # the loss, and modules without parameters
 MOST_LINES = 8  # of an explanation, by kind and by unit
+ANEW = 0.6
+"""Of blocks of the largest size that pass while autograd records, the part for which glibc takes
+new memory: what autograd keeps lies beside the holes of the others. Of a decoder and of a GPT-2, 65
+of 104: docs/planning.md."""
+FIRST_STEP = 18 << 20  # bytes that a process's first step loads and makes beside tensors
 _COUNTED = POOLED | {Kind.ACTIVATIONS}  # by ``process`` otherwise
 
 
@@ -67,12 +72,14 @@ class Heap(NamedTuple):
     Attributes:
         blocks, mapped: bytes at most of storages below ``MAPPED``, which leave holes; of others.
         saved, passing: bytes of the former that the backward pass frees, and as in ``StepWork``.
+        passed: bytes that the forward pass frees; of the largest size of each span.
     """
 
     blocks: int = 0
     mapped: int = 0
     saved: int = 0
     passing: int = 0
+    passed: int = 0
 
     @classmethod
     def of(cls, work: StepWork) -> Heap:
@@ -81,7 +88,16 @@ class Heap(NamedTuple):
         blocks = reduce(Level.then, (span.blocks for span in spans))
         mapped = reduce(Level.then, (span.mapped for span in spans))
         saved = sum(span.blocks.grown for span in work.forward)
-        return cls(blocks.peak, mapped.peak, saved, work.passing)
+        passed = sum(span.passed for span in work.forward)
+        return cls(blocks.peak, mapped.peak, saved, work.passing, passed)
+
+    def held(self, kept: float) -> int:
+        """Bytes of all at most, holes included; ``kept``: see ``MemoryForecast.process``.
+
+        What is saved fills holes of the forward pass; what passes later fills the others.
+        """
+        holes = max((1 + kept) * self.passing, ANEW * self.passed - self.saved)
+        return self.blocks + self.mapped + int(kept * self.saved + holes)
 
 
 @dataclass(frozen=True)
@@ -121,10 +137,8 @@ class MemoryForecast:
         Args:
             kept: of blocks, the part that the C library has in holes beside them.
         """
-        heap = self.heap
         lasting = sum(n for kind, n in self.most.items() if kind not in _COUNTED)
-        blocks = heap.blocks + heap.passing + int(kept * (heap.saved + heap.passing))
-        return lasting + self.pooled + blocks + heap.mapped
+        return lasting + self.pooled + self.heap.held(kept) + FIRST_STEP
 
     @property
     def in_host(self) -> int:

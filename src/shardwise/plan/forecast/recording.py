@@ -75,6 +75,7 @@ class _Span:
     blocks: int = 0  # of storages below ``MAPPED``: bytes when it began, and at most so far
     blocks_peak: int = 0
     mapped_peak: int = 0  # of the others
+    passed: Counter[int] = field(default_factory=Counter)  # made and freed blocks, by bytes
     kernels: _Kernels = field(default_factory=_Kernels)
     repeated: _Kernels = field(default_factory=_Kernels)
 
@@ -82,7 +83,9 @@ class _Span:
         grown, in_host = following.alive - self.alive, following.in_host - self.in_host
         blocks = Level(following.blocks - self.blocks, self.blocks_peak - self.blocks)
         mapped = Level(grown - blocks.grown, self.mapped_peak - (self.alive - self.blocks))
-        return Span(self.unit, grown, self.peak - self.alive, in_host, blocks, mapped)
+        largest = max(self.passed, default=0)
+        passed = largest * self.passed[largest]
+        return Span(self.unit, grown, self.peak - self.alive, in_host, blocks, mapped, passed)
 
     def note(self, alive: int, blocks: int) -> None:
         """So many bytes are alive."""
@@ -195,13 +198,15 @@ class Recording(TorchDispatchMode):
             return
         storage, span, number = tensor.untyped_storage(), self._span, len(self._changes)
         nbytes = storage.nbytes()
-        self._made[key] = ref(storage, partial(self._end, key, span.unit, nbytes, number))
+        self._made[key] = ref(storage, partial(self._end, key, span, nbytes, number))
         self._change(span.unit, nbytes, number)
         span.note(self._alive.total(), self._blocks)
 
-    def _end(self, key: int, unit: str | None, nbytes: int, number: int, _: object) -> None:
+    def _end(self, key: int, span: _Span, nbytes: int, number: int, _: object) -> None:
         del self._made[key]
-        self._change(unit, -nbytes, number)
+        self._change(span.unit, -nbytes, number)
+        if span is self._span and nbytes < MAPPED:
+            span.passed[nbytes] += 1
 
     def _change(self, unit: str | None, nbytes: int, number: int) -> None:
         self._alive[unit] += nbytes

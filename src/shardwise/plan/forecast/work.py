@@ -95,6 +95,7 @@ class Span:
         peak: bytes alive at most, above those alive at its start.
         in_host: ``grown`` of what checkpointing keeps in host memory, which is not in ``grown``.
         blocks, mapped: of storages below ``MAPPED`` bytes, and of the others.
+        passed: bytes of the former that it made and freed, of the largest size of these.
     """
 
     unit: str | None
@@ -103,12 +104,14 @@ class Span:
     in_host: int = 0
     blocks: Level = NOTHING
     mapped: Level = NOTHING
+    passed: int = 0
 
     def then(self, other: Span) -> Span:
         """Both, as one span of the first one's unit."""
         level = Level(self.grown, self.peak).then(Level(other.grown, other.peak))
         blocks, mapped = self.blocks.then(other.blocks), self.mapped.then(other.mapped)
-        return Span(self.unit, *level, self.in_host + other.in_host, blocks, mapped)
+        in_host, passed = self.in_host + other.in_host, self.passed + other.passed
+        return Span(self.unit, *level, in_host, blocks, mapped, passed)
 
 
 @dataclass(frozen=True)
