@@ -54,6 +54,16 @@ def test_a_launcher_starts_its_ranks_without_torch() -> None:
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
+def test_no_garbage_is_looked_for_when_the_process_ends() -> None:
+    """It takes a second in a process with torch; the last that is registered is called first."""
+    program = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000)); "
+        "from shardwise.cli import main; main()"
+    )
+    done = python("-c", program, "--version")
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("True", "")
+
+
 def test_the_package_itself_is_the_command() -> None:
     done = python("-m", "shardwise", "--version")
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,8 @@ status 1. A traceback means a bug in shardwise.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -16,8 +18,12 @@ __all__ = ["main"]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; ``arguments`` are those of the process if not given."""
-    if arguments is None and "train" in sys.argv:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
+    if arguments is None:
+        # Or the interpreter would look for garbage in all of torch at its end: a second, in which
+        # a rank that has said that another was killed would still be there.
+        atexit.register(gc.freeze)
+        if "train" in sys.argv:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     try:
         _run(arguments)  # includes the imports, so Ctrl-C prints no traceback during them
     except KeyboardInterrupt:
