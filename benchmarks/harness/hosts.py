@@ -153,9 +153,14 @@ def _namespaces(name: str) -> Iterator[int]:
         try:
             if process.stdout.readline() != b"ready\n":
                 raise RuntimeError(f"{name} could not be made")
-            yield int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+            yield child(process.pid)
         finally:
             process.stdin.close()
+
+
+def child(process: int) -> int:
+    """The one child of a process, as it is started on a host: ``nsenter`` has what it starts."""
+    return int(Path(f"/proc/{process}/task/{process}/children").read_text())
 
 
 def _join(switch: Sequence[str], process: int, number: int, host: Host) -> None:

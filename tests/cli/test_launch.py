@@ -43,6 +43,13 @@ def torchrun_lines(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in text.splitlines() if " torchrun " in line]
 
 
+def test_threads_are_as_many_as_this_shell_has_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert all("OMP_NUM_THREADS=7" in line for line in torchrun_lines(said(capsys, "my.yaml")))
+
+
 def test_the_lines_of_both_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "my.yaml", "--run.steps", "10")
     first, second = torchrun_lines(text)
@@ -101,7 +108,7 @@ def test_mpirun_takes_this_ones_place(
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/mpirun")
     (here / "hosts").write_text("a slots=4\nb slots=4\n", "utf-8")
     (here / "m.yaml").write_text("run: {device: cpu}\n", "utf-8")
-    with pytest.raises(Became, match=r"^mpirun -n 8 --hostfile hosts "):
+    with pytest.raises(Became, match=r"^mpirun -n 8 --host a:4,b:4 "):
         main(["launch", "m.yaml", "--mpi", "--hostfile", "hosts"])
     text = said(capsys, "m.yaml", "--mpi", "--hostfile", "hosts", "--nproc", "5", code=1)
     assert "each node has 5 ranks, and a takes 4." in text

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.hosts import Host, hosts, problem
+from benchmarks.harness.hosts import Host, child, hosts, problem
 from tests.launch import slurm_cluster
+from tests.launch.mpi_hosts import over
 from tests.launch.slurm_cluster import asked
 from tests.ranks import free_port
 
@@ -30,7 +31,7 @@ data: {source: stdlib, max_bytes: 100_000, context: 32, validation: 0.1}
 batch: {rows: 8, micro: 4}
 checkpoint: {save_every: 50}
 sample: {tokens: 0}
-run: {folder: run, device: cpu, steps: 300, eval_rows: 8}
+run: {folder: run, device: cpu, steps: 300, eval_rows: 8, plan: false}
 launch: {nodes: 2, nproc: 1, restarts: 1}
 """
 ENVIRON = {
@@ -38,6 +39,10 @@ ENVIRON = {
     "PATH": f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
 }
+
+KILL_RANK_1 = (
+    "kill -KILL $(grep -lsz ^OMPI_COMM_WORLD_RANK=1 /proc/[0-9]*/environ | cut --delimiter=/ -f3)"
+)
 
 
 def needs(problem: str) -> pytest.MarkDecorator:
@@ -59,11 +64,6 @@ def shardwise(*words: str, folder: Path, on: Host | None = None) -> str:
 
 def started(host: Host, folder: Path, line: str) -> subprocess.Popen[bytes]:
     return host.start("bash", "-c", line, folder=folder, env=ENVIRON)
-
-
-def child(process: int) -> int:
-    [one] = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return int(one)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def losses_in(folder: Path) -> dict[int, float]:
     return found
 
 
-def wait_for(there: Callable[[], object], seconds: float = 300) -> None:
+def wait_for(there: Callable[[], object], seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < until
@@ -123,6 +123,31 @@ def test_mpirun_binds_two_ranks_and_its_status_is_ours(
     )
     assert done.returncode == 1
     assert "error: " in done.stderr
+
+
+@needs(problem() or "not installed: mpirun (openmpi-bin)" * (shutil.which("mpirun") is None))
+def test_mpirun_over_two_hosts_ends_with_a_killed_rank_and_the_same_command_resumes(
+    folder: Path, losses: dict[int, float]
+) -> None:
+    outputs = [folder / "first", folder / "second"]
+    with hosts(3) as machines:
+        enter, variables = over(machines, folder)
+        words = (sys.executable, "-m", "shardwise.cli", "launch", "tiny.yaml", "--mpi")
+
+        def start(output: Path) -> subprocess.Popen[bytes]:
+            with output.open("w") as file:
+                command = [*enter, *words, "--hostfile", "hosts"]
+                environ = variables | ENVIRON
+                return subprocess.Popen(command, cwd=folder, env=environ, stdout=file, stderr=file)
+
+        with start(outputs[0]) as mpirun:
+            wait_for(lambda: has_come_to(60, outputs[0]))
+            subprocess.run(machines[1].command("sh", "-c", KILL_RANK_1), check=True)
+            assert mpirun.wait(60) != 0
+        with start(outputs[1]) as mpirun:
+            assert mpirun.wait(200) == 0, outputs[1].read_text()
+    assert "resumed at step 50" in outputs[1].read_text()
+    assert losses_in(folder) == losses
 
 
 @needs(slurm_cluster.problem())

@@ -45,9 +45,10 @@ def test_the_command_on_one_host() -> None:
 
 
 def test_the_command_on_several_hosts() -> None:
-    plan = LaunchPlan(("my.yaml",), "my", nodes=2, nproc=8, token="secret", address="gpu01")
-    command = " ".join(words(plan, "python", Topology(2, 40), host_file="hosts"))
-    assert command.startswith("mpirun -n 16 --hostfile hosts --bind-to core")
+    hosts = ("gpu01", "gpu02")
+    plan = LaunchPlan(("my.yaml",), "my", 2, 8, token="secret", address="gpu01", hosts=hosts)
+    command = " ".join(words(plan, "python", Topology(2, 40)))
+    assert command.startswith("mpirun -n 16 --host gpu01:8,gpu02:8 --bind-to core")
     assert "-x SHARDWISE_RUN_TOKEN -x MASTER_ADDR -x MASTER_PORT python" in command
     assert "secret" not in command
     assert environment(plan)["MASTER_ADDR"] == "gpu01"

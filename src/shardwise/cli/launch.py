@@ -167,7 +167,9 @@ def _torchrun(plan: LaunchPlan, options: LaunchOptions) -> None:
 
 
 def _threads(plan: LaunchPlan) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(max(1, available_cores() // plan.nproc))}
+    """Threads of each rank: as this shell says, or its part of the cores."""
+    cores = str(max(1, available_cores() // plan.nproc))
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", cores)}
 
 
 def _where(address: str, here: Interface | None) -> str:
@@ -210,15 +212,14 @@ def _become(words: list[str], variables: dict[str, str]) -> None:
 # --- MPI -------------------------------------------------------------------------------------
 
 
-def _mpi(plan: LaunchPlan, options: LaunchOptions) -> None:
+def _mpi(plan: LaunchPlan, _: LaunchOptions) -> None:
     if shutil.which("mpirun") is None:
         raise ConfigError("there is no mpirun here; install Open MPI (apt install openmpi-bin).")
     is_local = plan.nodes == 1
     local = {"GLOO_SOCKET_IFNAME": "lo"} if is_local and platform.system() == "Linux" else {}
     variables = _threads(plan) | local | plan.variables
     plan = replace(plan, address="" if is_local else plan.address, variables=variables)
-    file = str(options.host_file) if options.host_file else ""
-    words = mpi.words(plan, sys.executable, _topology(), file, os.geteuid() == 0)
+    words = mpi.words(plan, sys.executable, _topology(), os.geteuid() == 0)
     _become(words, mpi.environment(plan))
 
 

@@ -38,23 +38,20 @@ def binding(topology: Topology | None, nproc: int) -> list[str]:
 
 
 def words(
-    plan: LaunchPlan,
-    python: str,
-    topology: Topology | None,
-    host_file: str = "",
-    root: bool = False,
+    plan: LaunchPlan, python: str, topology: Topology | None, root: bool = False
 ) -> list[str]:
     """The command; the values of ``environment`` are not in it, where ``ps`` would show them.
 
     Args:
         python: the interpreter on every host.
-        host_file: of mpirun; ``""`` for this host.
         root: does root start it? mpirun asks for a word on that.
     """
     exported = [word for name in environment(plan) for word in ("-x", name)]
+    # Not the host file, whose slots mpirun would fill before it goes to the next host.
+    hosts = ",".join(f"{host}:{plan.nproc}" for host in plan.hosts)
     return [
         *("mpirun", "-n", str(plan.ranks)),
-        *(["--hostfile", host_file] if host_file else []),
+        *(["--host", hosts] if hosts else []),
         *binding(topology, plan.nproc),
         "--report-bindings",
         *(["--allow-run-as-root"] if root else []),
