@@ -1,4 +1,4 @@
-"""`shardwise doctor --nodes` as SLURM and Open MPI start it, and on hosts that differ."""
+"""`shardwise doctor --nodes` as torchrun, SLURM and Open MPI start it, and on hosts that differ."""
 
 from __future__ import annotations
 
@@ -91,6 +91,27 @@ def test_mpirun_over_two_hosts(tmp_path: Path) -> None:
     assert status == 1
     assert re.search(r"two processes are rank 1 of 3.* on host0", text), text
     assert re.search(r"two processes are rank 1 of 3.* on host1", text), text
+
+
+@needs(problem())
+def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
+    with hosts(2) as pair:
+        place = ("--nnodes=2", f"--master-addr={pair[0].address}", "--master-port=29500")
+        started = [
+            host.start(
+                *("torchrun", *place, f"--node-rank={rank}", *DOCTOR[1:]),
+                folder=tmp_path,
+                env=ENVIRON | TOKEN,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, host in enumerate(pair)
+        ]
+        texts = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], texts
+    assert re.search(r"^1 +host1 +eth1 +10\.77\.0\.2 ", texts[0], re.MULTILINE), texts[0]
+    assert "on host0 listens at port 29500 on every interface" in texts[0]  # torchrun's store
 
 
 @needs(slurm_cluster.problem())
