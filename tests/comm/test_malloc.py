@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwise.comm import malloc
-from shardwise.comm.malloc import in_huge_pages, trim
+from shardwise.comm.malloc import in_huge_pages, map_blocks, trim
 from tests.forked import forked
 
 
@@ -55,23 +55,31 @@ print(held() - before)
 @forked
 def test_what_was_freed_can_be_given_back() -> None:
     """Even where something that stays lies above it."""
-    assert int(in_a_new_process(HELD)) < 8 << 20
+    assert int(in_a_new_process(HELD.format(first="", last="trim()"))) < 8 << 20
 
 
 HELD = """
 import torch
 from pathlib import Path
-from shardwise.comm.malloc import trim
+from shardwise.comm.malloc import map_blocks, trim
 def held():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(x.split()[1]) << 10 for x in lines if x.startswith("Anonymous"))
+{first}
 before = held()
 unit = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(640)]  # 64 MiB, from the heap
 shard = torch.ones(1 << 10)
 del unit
-trim()
+{last}
 print(held() - before)
 """
+
+
+@forked
+def test_blocks_that_are_mapped_leave_no_hole() -> None:
+    """Those of the size that was said and larger ones; what is smaller stays with the process."""
+    assert int(in_a_new_process(HELD.format(first="map_blocks(100 << 10)", last=""))) < 8 << 20
+    assert int(in_a_new_process(HELD.format(first="map_blocks(200 << 10)", last=""))) > 32 << 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what it was advised")
@@ -104,6 +112,7 @@ def test_a_c_library_without_these_calls_is_left_alone(monkeypatch: pytest.Monke
     assert calls == [(0,)]  # down to the last byte
     calls_of(monkeypatch, "another")
     trim()
+    map_blocks(1)
 
 
 def test_from_2_mib_on_all_pages_of_a_tensor_are_asked_to_be_huge(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from shardwise.hf import quantized_layers
-from shardwise.hf.quantized_layers import Linear4bit
+from shardwise.hf.quantized_layers import KERNELS, Linear4bit
 from tests.nets import numbers
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -43,9 +43,8 @@ def gradients(one: Any, x: Tensor, product: Any) -> list[Tensor]:
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize(("form", "double"), [("nf4", True), ("fp4", False)])
 def test_a_product_and_its_gradients_have_the_bits_of_bitsandbytes(
-    form: str, double: bool, compute: Any, values: Any, sizes: Any, monkeypatch: pytest.MonkeyPatch
+    form: str, double: bool, compute: Any, values: Any, sizes: Any
 ) -> None:
-    monkeypatch.setattr(quantized_layers, "PART", 256)
     one = layer(form, double, values, compute, sizes)
     x = numbers(0, (2, 5, sizes[0])).to(compute)
 
@@ -55,6 +54,20 @@ def test_a_product_and_its_gradients_have_the_bits_of_bitsandbytes(
         return out
 
     assert all(map(torch.equal, gradients(one, x, one), gradients(one, x, theirs)))
+
+
+def test_a_weight_is_written_where_it_stays_or_made_by_bitsandbytes_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its library has a function for each kind; one without them has the same bits."""
+    assert all(quantized_layers._kernel(form, dtype) for form in ("nf4", "fp4") for dtype in KERNELS)
+    assert quantized_layers._kernel("nf4", torch.float64) is None
+    one, x = layer("nf4", False, *DTYPES[:1] * 2, (64, 96)), numbers(0, (3, 64))
+    in_place = gradients(one, x, one)
+    quantized_layers._thread.memory.clear()
+    monkeypatch.setattr(quantized_layers, "_kernel", lambda form, dtype: None)
+    assert all(map(torch.equal, gradients(one, x, one), in_place))
+    assert not quantized_layers._thread.memory
 
 
 @pytest.mark.parametrize("form", ["nf4", "fp4"])

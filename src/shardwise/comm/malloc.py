@@ -8,6 +8,7 @@ from mmap import PAGESIZE
 from torch import Tensor
 
 HUGE, MADV_HUGEPAGE = 1 << 21, 14
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 _libc = ctypes.CDLL(None)
 
@@ -36,3 +37,15 @@ def trim() -> None:
     malloc_trim = getattr(_libc, "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def map_blocks(nbytes: int) -> None:
+    """Map each block of ``nbytes`` and more for itself from now on (glibc only).
+
+    What is freed then leaves no hole between blocks that stay, and costs its page faults anew.
+    """
+    mallopt = getattr(_libc, "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, nbytes)
+        # After a threshold was set glibc returns each 128 KiB that end the heap: it no longer adapts.
+        mallopt(M_TRIM_THRESHOLD, 32 << 20)

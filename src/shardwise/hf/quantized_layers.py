@@ -5,8 +5,8 @@ parameters sees them: every rank holds all of them, an eighth of the codes. Here
 frozen parameters of raw bytes, so both are sharded, gathered in one collective, offloaded and saved
 as any others, and no policy of dtypes casts them. In each forward pass bitsandbytes gets views of
 the gathered bytes; the arithmetic, forward and backward, is its own. On a CPU a 4-bit weight is
-made whole in memory that all layers of a thread share (``_Product``): made anew for each product,
-it left holes in the heap, up to half a gigabyte of a rank.
+made whole in memory that all layers of a thread share (``_Product``), by the function of its C
+library, since its operator makes each result anew: half a gigabyte of holes in a rank's heap.
 
                weight                    scales
     4 bits     [⌈n/2⌉, 1]  two codes     absmax of each 64 values, float32
@@ -19,6 +19,7 @@ This file imports bitsandbytes, so it is imported where a model is quantised.
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from functools import cache
 from typing import Any, cast
@@ -26,6 +27,7 @@ from typing import Any, cast
 import bitsandbytes as bnb
 import torch
 from bitsandbytes import functional
+from bitsandbytes.cextension import lib
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
@@ -36,7 +38,8 @@ from shardwise.errors import ConfigError
 
 BLOCK = 64  # values for each absmax: bitsandbytes' default, which transformers cannot change
 NESTED = 256  # absmax for each nested one
-PART = 1 << 20  # values that are quantised, or made for a whole weight, at once
+PART = 1 << 20  # values that are quantised at once
+KERNELS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
@@ -85,7 +88,7 @@ class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
         state = self.quantisation()
         trains = (self.training or torch.is_grad_enabled()) and x.is_cpu and x.numel()
         whole_blocks = self.in_features % BLOCK == 0  # else its kernel for a CPU has other values
-        if trains and whole_blocks and not is_compiling():
+        if trains and whole_blocks and not is_compiling() and _kernel(self.form, inside.dtype):
             out: Tensor = cast("Any", _Product).apply(inside, self.weight, state, bias)
         else:
             out = bnb.matmul_4bit(inside, self.weight, state, bias=bias)
@@ -192,18 +195,16 @@ def _whole(codes: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     if memory is None or memory.numel() < numel:
         with torch.inference_mode(False):
             memory = _thread.memory[dtype] = torch.empty(numel, dtype=dtype)
-    for first in range(0, numel, PART):
-        part = memory[first : min(first + PART, numel)]
-        of_part = functional.QuantState(
-            absmax[first // BLOCK : -(-(first + part.numel()) // BLOCK)],
-            shape=part.shape,
-            dtype=dtype,
-            blocksize=BLOCK,
-            quant_type=state.quant_type,
-        )
-        bytes_of_part = codes[first // 2 :][: -(-part.numel() // 2)]
-        part.copy_(functional.dequantize_4bit(bytes_of_part, of_part).view(-1))
+    addresses = (tensor.data_ptr() for tensor in (codes, absmax, memory))
+    sizes = map(ctypes.c_longlong, (BLOCK, *state.shape))
+    _kernel(state.quant_type, dtype)(*map(ctypes.c_void_p, addresses), *sizes)
     return memory[:numel].view(state.shape)
+
+
+@cache
+def _kernel(form: str, dtype: torch.dtype) -> Any:
+    """The C function that writes a weight of ``form`` to an address; None where there is none."""
+    return getattr(lib._lib, f"cdequantize_blockwise_cpu_{form}_{KERNELS.get(dtype)}", None)
 
 
 class Linear8bit(bnb.nn.Linear8bitLt):  # type: ignore[misc]
