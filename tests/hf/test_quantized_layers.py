@@ -60,7 +60,8 @@ def test_a_weight_is_written_where_it_stays_or_made_by_bitsandbytes_operator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its library has a function for each kind; one without them has the same bits."""
-    assert all(quantized_layers._kernel(form, dtype) for form in ("nf4", "fp4") for dtype in KERNELS)
+    forms = ("nf4", "fp4")
+    assert all(quantized_layers._kernel(form, dtype) for form in forms for dtype in KERNELS)
     assert quantized_layers._kernel("nf4", torch.float64) is None
     one, x = layer("nf4", False, *DTYPES[:1] * 2, (64, 96)), numbers(0, (3, 64))
     in_place = gradients(one, x, one)

@@ -47,5 +47,5 @@ def map_blocks(nbytes: int) -> None:
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, nbytes)
-        # After a threshold was set glibc returns each 128 KiB that end the heap: it no longer adapts.
+        # Once a threshold is set glibc adapts none: it would return each 128 KiB that end the heap.
         mallopt(M_TRIM_THRESHOLD, 32 << 20)
