@@ -67,9 +67,11 @@ def held():
     return next(int(x.split()[1]) << 10 for x in lines if x.startswith("Anonymous"))
 {first}
 before = held()
-unit = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(640)]  # 64 MiB, from the heap
-shard = torch.ones(1 << 10)
-del unit
+pairs = [
+    (torch.ones(100 << 10, dtype=torch.uint8), torch.ones(1 << 8)) for _ in range(640)
+]  # 64 MiB of units, from the heap, and a shard above each
+units, shards = zip(*pairs)
+del pairs, units
 {last}
 print(held() - before)
 """
