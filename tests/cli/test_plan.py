@@ -207,3 +207,14 @@ def test_the_batch_of_a_function_s_model_is_in_what_its_input_has(
         assert said["tokens_per_second"] * said["seconds"] == pytest.approx(int(size) / 2)
     _, _, error = plan(capsys, f"{tmp_path}/nets.py:rows", "--gpus", "2xL4", "--seq", "8")
     assert "returns its own" in " ".join(error.split())
+
+
+def test_a_calibration_takes_no_model_and_needs_a_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, error = plan(capsys, "demo", "--calibrate", str(tmp_path / "here.toml"))
+    assert code != 0
+    assert "--calibrate takes no MODEL" in error
+    code, _, error = plan(capsys, "--calibrate", str(tmp_path / "none" / "here.toml"))
+    assert code == 1
+    assert f"the folder {tmp_path / 'none'} does not exist" in error

@@ -287,6 +287,8 @@ def plan(
     """The command; its help is ``PLAN``."""
     from shardwise.cli.plan import Asked, run_calibrate, run_plan
 
+    if calibrate is not None and model is not None:
+        raise click.UsageError("--calibrate takes no MODEL: plan with --machines afterwards.")
     if calibrate is not None:
         return run_calibrate(calibrate, nproc)
     if model is None:

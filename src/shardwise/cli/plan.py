@@ -125,6 +125,10 @@ def run_calibrate(path: Path, nproc: int) -> int:
     from shardwise.comm.machine.connect import connect
     from shardwise.doctor.calibrate import calibrate
 
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"the folder {path.parent} does not exist. Make it, or name another file."
+        )
     if read_launch(os.environ) is None and nproc > 1:
         start([sys.executable, "-m", "shardwise.cli", "plan", f"--calibrate={path}"], nproc)
         return 0
