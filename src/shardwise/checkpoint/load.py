@@ -53,16 +53,18 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
         from_rank_0_alone = _only_rank_0_sees(comm, path)
         opened = _understood(path, lambda: _opened(path, options, stack, comm))
         if from_rank_0_alone:
-            encoded = run_on_rank_0(comm, "opening", lambda: opened().encode())
+            encoded = run_on_rank_0(comm, "opening a checkpoint", lambda: opened().encode())
             checkpoint = OpenCheckpoint.decode(encoded, stack)
         else:
-            checkpoint = raise_on_all(comm, "opening", opened)
+            checkpoint = raise_on_all(comm, "opening a checkpoint", opened)
             _check_identity(comm, checkpoint)
         planned = _understood(path, lambda: LoadPlan(sharded, checkpoint, options))
-        plan = raise_on_all(comm, "comparing", planned)
-        raise_on_all(comm, "reading", lambda: _read(comm, checkpoint, plan, from_rank_0_alone))
+        plan = raise_on_all(comm, "comparing a checkpoint", planned)
+        raise_on_all(
+            comm, "reading a checkpoint", lambda: _read(comm, checkpoint, plan, from_rank_0_alone)
+        )
         restored = _understood(path, lambda: plan.restore(options.training), RESTORED)
-        report = raise_on_all(comm, "restoring", restored)
+        report = raise_on_all(comm, "restoring a checkpoint", restored)
     for bucket in sharded.buckets:
         bucket.expire()
     made = checkpoint.source.manifest

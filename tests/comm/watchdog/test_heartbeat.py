@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
-import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +18,15 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardwise as sw
+from shardwise.checkpoint import failpoints, load
 from shardwise.comm.machine.connect import over
-from shardwise.comm.protocol import Label
+from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.watchdog import heartbeat, watchdog
 from shardwise.comm.watchdog.heartbeat import Heartbeats, limit
 from shardwise.errors import ConfigError
 from tests.comm.watchdog.test_watchdog import until
-from tests.ranks import gloo_group, outcomes_of
+from tests.copies import on_ranks, said
+from tests.ranks import gloo_group, in_group, outcomes_of
 
 
 def pair() -> tuple[Heartbeats, Heartbeats]:
@@ -77,34 +82,46 @@ def test_the_first_heartbeat_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def be_frozen(rank: int, world: int, folder: str, transport: str) -> str:
     """Rank 1 freezes in its third step; rank 0 wakes it when the silence was reported."""
-    watchdog.POLL_INTERVAL = watchdog.FIRST_CHECK = heartbeat.INTERVAL = 0.1
-    heartbeat.FIRST_WARNING = 0.6
-    said: list[str] = []
-    reported = threading.Event()
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-            if "has sent no heartbeat" in said[-1]:
-                reported.set()
-
-    def wake(pid: int) -> None:
-        reported.wait(60)
-        os.kill(pid, signal.SIGCONT)
-
-    logging.getLogger("shardwise").addHandler(Listener())
+    watch_closely()
     with gloo_group(rank, world, folder), over(dist.group.WORLD, transport=transport) as comm:
-        pids = comm.gather_rows(torch.tensor([os.getpid()]), label()).flatten().tolist()
-        if rank == 0:
-            threading.Thread(target=wake, args=(pids[1],), daemon=True).start()
+        warned = logged(comm, signal.SIGCONT)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         sw.shard(model, comm=comm)
         for step in range(4):
             if (rank, step) == (1, 2):
-                time.sleep(0.3)  # so that a heartbeat says where
-                os.kill(os.getpid(), signal.SIGSTOP)
+                freeze()
             model(torch.ones(1, 4)).sum().backward()
-    return "\n".join(said)
+    return "\n".join(warned)
+
+
+def watch_closely() -> None:
+    watchdog.POLL_INTERVAL = watchdog.FIRST_CHECK = heartbeat.INTERVAL = 0.1
+    heartbeat.FIRST_WARNING = 0.6
+
+
+def logged(comm: Comm, then: signal.Signals) -> list[str]:
+    """What is logged here from now on; rank 1 gets a signal when rank 0 reports its silence."""
+    warned: list[str] = []
+    pids = comm.gather_rows(torch.tensor([os.getpid()]), label()).flatten().tolist()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warned.append(record.getMessage())
+            if "has sent no heartbeat" in warned[-1] and is_stopped(pids[1]):
+                os.kill(pids[1], then)
+
+    logging.getLogger("shardwise").addHandler(Listener())
+    return warned
+
+
+def is_stopped(pid: int) -> bool:
+    """It may only be late, on a machine that is busy."""
+    return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "T"
+
+
+def freeze(*_: object) -> None:
+    time.sleep(0.3)  # so that a heartbeat says where
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def label() -> Label:
@@ -123,3 +140,52 @@ def test_a_frozen_rank_is_named_with_its_last_heartbeat_and_goes_on_when_it_is_w
     assert "The last one: process " in mine.value
     assert "after step 2" in mine.value
     assert "  stack of rank 1: " in mine.value
+
+
+ACTS: dict[str, tuple[str, Callable[[Any, Path], object]]] = {
+    "save": ("gather parts of a save", lambda model, run: model.save(run / "step-2")),
+    "save_async": ("agree saving", lambda model, run: model.save_async(run / "step-2").wait()),
+    "load": ("gather reading a checkpoint", lambda model, run: model.load(run / "step-1")),
+    "resume": ("gather reading a checkpoint", lambda model, run: model.resume(run)),
+}
+
+
+def be_frozen_in(rank: int, world: int, folder: str, act: str, run: Path) -> tuple[float, str, str]:
+    watch_closely()
+    return in_group(rank, world, folder, _be_frozen_in, act, run)
+
+
+def _be_frozen_in(comm: Comm, act: str, run: Path) -> tuple[float, str, str]:
+    """Rank 1 freezes when its part is written, or before it is read; it is killed when named."""
+    sharded = sw.shard(nn.Linear(64, 64), comm=comm)
+    sharded.save(run / "step-1")
+    warned = logged(comm, signal.SIGKILL)
+    if comm.rank == 1:
+        failpoints.listeners.append(lambda point, _: freeze() if point == "data written" else None)
+        pytest.MonkeyPatch().setattr(load, "read_into", freeze)
+    begin = time.monotonic()
+    failed = said(sw.RanksDisagree, lambda: ACTS[act][1](sharded, run))
+    return time.monotonic() - begin, "\n".join(warned), failed
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("act", ACTS)
+def test_a_rank_that_freezes_in_a_checkpoint_is_named_and_the_last_good_one_is_resumed(
+    act: str, tmp_path: Path
+) -> None:
+    mine, theirs = outcomes_of(2, be_frozen_in, act, tmp_path, timeout=60.0)
+    assert (mine.error, theirs.exitcode) == ("", -signal.SIGKILL)
+    seconds, warned, failed = mine.value
+    assert seconds < 10.0
+    assert re.search(rf"rank 0 has waited \d+ s for rank 1 at {ACTS[act][0]} ", warned)
+    assert "rank 1 has sent no heartbeat for " in warned
+    assert "checkpoint/" in warned.partition("stack of rank 1: ")[2]
+    assert failed.startswith("rank 1 ended without a reason (killed, crashed or disconnected) ")
+    assert f"at {ACTS[act][0]} " in failed
+
+    def resumed(comm: Comm, model: nn.Module) -> str:
+        report = sw.shard(model, comm=comm).resume(tmp_path)
+        assert report is not None
+        return report.path.name
+
+    assert on_ranks(1, lambda: nn.Linear(64, 64), resumed) == ["step-1"]
