@@ -45,7 +45,7 @@ def test_each_command_runs(
         assert Path(name).exists()
         assert name in PAGE
     if became:
-        assert shlex.join(became[0]).startswith("mpirun -n 16 --hostfile hosts --bind-to ")
+        assert shlex.join(became[0]).startswith("mpirun -n 16 --host gpu01:8,gpu02:8 --bind-to ")
 
 
 def test_the_section_of_a_recipe_is_one() -> None:
