@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.malloc import map_blocks
 from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Label
 from shardwise.errors import ConfigError
@@ -31,10 +30,6 @@ from shardwise.plan.printed import size
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 """GPT-2's linear layer, whose weight is ``[in, out]``."""
-
-MAPPED = 384 << 10
-"""Bytes from which a CPU's blocks are mapped each for itself: activations of 64 tokens, say. The
-base is so small in memory that the holes they leave in the heap are a seventh of all of it."""
 
 Read = Callable[[int, int], Tensor]
 """``read(first, last)``: elements ``[first, last)`` of a flattened weight, ``[out * in]``."""
@@ -103,7 +98,6 @@ def quantize(model: nn.Module, config: Any) -> Quantized:
         raise ConfigError("quantize() was called, and the model is quantised. Call it once.")
     check_order(model, "quantize()")
     kind = Linear4bit if config.load_in_4bit else Linear8bit
-    map_blocks(MAPPED)
     skipped, replaced = _skipped(model, config), 0
     for name, module in [*_linears(model)]:
         if name in skipped:
@@ -150,7 +144,6 @@ def adopt(model: nn.Module) -> Quantized:
             f"{type(model).__name__} has no layer that bitsandbytes has quantised. Call "
             "quantize(model, config), or load it with a quantization_config."
         )
-    map_blocks(MAPPED)
     for name, module in layers:
         model.set_submodule(name, adopted(name, module))
     _mark(model)
