@@ -90,6 +90,27 @@ def test_averages_are_in_checkpoints_at_any_number_of_ranks(tmp_path: Path, flat
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
+def test_an_average_of_bfloat16_is_as_exact_as_one_of_float32() -> None:
+    def run(comm: Comm) -> None:
+        net = nn.Linear(5, 4, bias=False, dtype=torch.bfloat16)
+        sharded = sw.shard(net, comm=comm)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        ema, expected = sw.optim.EMA(optimizer, 0.999), torch.ones(())
+        net(X.bfloat16()).sum().backward()
+        optimizer.step()
+        for value in [1.0] + 30 * [2.0]:
+            nn.init.constant_(net.weight, value)
+            ema.update()
+            expected.lerp_(torch.tensor(value), 1e-3)
+            with ema.applied():
+                pass
+        with ema.applied(), sharded.full_params():
+            assert abs(float(net.weight.detach().mean()) - float(expected)) < 4e-3
+        assert bool((sharded.local_state_dict()["weight"] == 2.0).all())
+
+    threads.run(2, run)
+
+
 @pytest.mark.parametrize("decay", [1.0, -0.1])
 def test_a_decay_lies_between_0_and_1(decay: float) -> None:
     optimizer = torch.optim.AdamW(model().parameters())

@@ -1,13 +1,14 @@
 """A moving average of the parameters, kept as one more tensor of the optimizer's state.
 
 There it is sharded as the moments are, and goes into checkpoints and out of them at any number of
-ranks. Averaged weights often generalise better than the last ones (Polyak & Juditsky 1992,
+ranks. It is float32 at least: in bfloat16 what a step adds to it would be rounded away. Averaged
+weights often generalise better than the last ones (Polyak & Juditsky 1992,
 doi:10.1137/0330046); as in torch's ``AveragedModel``, the average starts at the first update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -47,27 +48,20 @@ class EMA:
         """Take the parameters into the average; call it after ``optimizer.step()``."""
         for param in self._trained():
             state = self.optimizer.state[param]
-            if KEY in state:
-                state[KEY].lerp_(param, 1 - self.decay)
-            else:
-                state[KEY] = _local_copy(param)
+            own = _local_copy(param, torch.promote_types(param.dtype, torch.float32))
+            state[KEY] = state[KEY].lerp_(own, 1 - self.decay) if KEY in state else own
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Exchange parameters and averages for the block; before the first update, do nothing."""
-        self._exchange()
+        """Give parameters their averages for the block; before the first update, do nothing."""
+        states = {param: self.optimizer.state[param] for param in self._trained()}
+        averages = {param: state[KEY] for param, state in states.items() if KEY in state}
+        last = {param: _local_copy(param, param.dtype) for param in averages}
+        _fill(averages)
         try:
             yield
         finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for param in self._trained():
-            if (average := self.optimizer.state[param].get(KEY)) is not None:
-                last = _local_copy(param)
-                param.copy_(average)
-                average.copy_(last)
+            _fill(last)
 
     def _trained(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that the optimizer has stepped."""
@@ -75,6 +69,13 @@ class EMA:
             yield from (param for param in group["params"] if self.optimizer.state.get(param))
 
 
-def _local_copy(param: nn.Parameter) -> Tensor:
+@torch.no_grad()
+def _fill(values: Mapping[nn.Parameter, Tensor]) -> None:
+    for param, value in values.items():
+        param.copy_(value)
+
+
+@torch.no_grad()
+def _local_copy(param: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """Copy this rank's shard into a plain tensor, as optimizers keep their state."""
-    return torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(param)
+    return torch.empty(param.shape, dtype=dtype, device=param.device).copy_(param)

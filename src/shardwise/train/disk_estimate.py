@@ -59,5 +59,5 @@ def checkpoint_bytes(job: Job) -> tuple[int, int]:
         trained = bool(bucket.gradients.trained)
         parameters += numel * itemsize * (trained or not only_trained)
         state += MOMENTS * numel * (1 if in_8_bits else itemsize) * trained
-        state += numel * itemsize * trained * (job.ema is not None)
+        state += numel * max(itemsize, 4) * trained * (job.ema is not None)
     return parameters, state
