@@ -9,7 +9,7 @@ from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
 from shardwise.recipe.outer_config import OuterConfig
 from shardwise.train.loop import train
-from shardwise.train.records import Record, Saved
+from shardwise.train.records import Evaluated, Record, Saved
 from shardwise.train.worker import Exchanged, Worker, worker_of
 from tests.outer.test_diloco import free_addresses
 from tests.train.test_loop import losses
@@ -51,9 +51,15 @@ def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:
         assert exchanged[1].sent > exchanged[0].sent > 0
         assert any(isinstance(record, Saved) for record in records)
     assert losses(said[0])[:1] != losses(said[1])[:1]  # each trains on rows of its own
-    again = run_both(tmp_path, addresses, "--run.steps=6")
+    more = ("--run.steps=6", "--checkpoint.save_every=0", "--outer.delay=1", "--sharding.wrap=none")
+    again = run_both(tmp_path, addresses, *more)
     for records in again:
         assert [r.step for r in records if isinstance(r, Exchanged)] == [6]
+    # What was in flight after the last step is in what is validated, and in the model.
+    one, other = ([r.loss for r in records if isinstance(r, Evaluated)][-1] for records in again)
+    assert one == other
+    models = [(tmp_path / number / "run" / "model.safetensors").read_bytes() for number in "01"]
+    assert models[0] == models[1]
 
 
 def test_a_worker_takes_its_number_from_the_recipe_or_the_environment(

@@ -246,8 +246,8 @@ class _Loop:
         if self._is_stale():
             return (
                 f"the lowest validation loss, {self._state.best:.4f}, is {self._state.stale} "
-                f"validations ago (run.patience), so the run ends at step {self._steps} of "
-                f"{self._config.steps}."
+                f"validation{'s' * (self._state.stale != 1)} ago (run.patience), so the run ends "
+                f"at step {self._steps} of {self._config.steps}."
             )
         epochs = self._job.recipe.data.streaming.epochs
         return (
@@ -340,6 +340,7 @@ class _Loop:
     def _evaluate(self) -> bool:
         """Validate; returns whether the loss is the lowest so far."""
         state = self._state
+        self._outer.finish()  # what is validated is what is saved
         with self._throughput.between_steps("validation"), self._job.averaged():
             evaluated = self._validation.evaluate(self._job.model, self._comm, state.step)
         self._evaluated = evaluated
