@@ -147,4 +147,5 @@ def test_how_many_ranks_a_node_elsewhere_has_is_asked_for(
 
 
 def test_one_node_needs_no_other_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "shardwise train demo --nproc=2" in said(capsys, "demo", "--nproc", "2")
+    line = said(capsys, "demo", "--nproc", "2", "--restarts", "3")
+    assert "shardwise train demo --nproc=2 --restarts=3" in line

@@ -208,6 +208,17 @@ def test_a_recipe_of_several_machines_is_not_trained_by_one_that_nobody_told(
     assert f"Start with: shardwise launch {tmp_path}/my.yaml; or say" in said
 
 
+@pytest.mark.parametrize(("words", "restarts"), [([], 3), (["--restarts", "0"], 0)])
+def test_a_recipe_says_how_often_ranks_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], restarts: int
+) -> None:
+    (tmp_path / "my.yaml").write_text("launch: {nproc: 2, restarts: 3}\n", "utf-8")
+    started: list[int] = []
+    monkeypatch.setattr("shardwise.cli.train.start", lambda *given: started.append(given[2]))
+    assert failed(str(tmp_path / "my.yaml"), *words) == 0
+    assert started == [restarts]
+
+
 def test_asking_for_processes_inside_a_launcher_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

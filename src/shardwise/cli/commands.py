@@ -111,9 +111,7 @@ def _rank_and_step(
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="How often to start all ranks again after one of them died.",
+    help="How often to start all ranks again after one of them died.  [default: launch.restarts]",
 )
 @click.option(
     "--kill-rank",

@@ -14,7 +14,7 @@ class LaunchOptions:
     """
 
     nproc: int | None
-    restarts: int
+    restarts: int | None
     kill_rank: tuple[int, int] | None
     verbose: bool
     force: bool = False

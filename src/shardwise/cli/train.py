@@ -35,10 +35,11 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) 
         exit_with_launcher(os.environ)
     if launch is None and options.nproc is None:
         options = replace(options, nproc=_ranks_of(recipe, arguments[0]))
+    restarts = recipe.launch.restarts if options.restarts is None else options.restarts
     _check_kill_rank(options, launch.size if launch else options.nproc or 1, recipe)
     try:
-        if launch is None and (options.nproc not in (None, 1) or options.restarts):
-            _launch(recipe, arguments, options)
+        if launch is None and (options.nproc not in (None, 1) or restarts):
+            _launch(recipe, arguments, replace(options, restarts=restarts))
             return
         with importing():
             from shardwise.cli import train_rank
@@ -84,7 +85,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
     def say(fact: str) -> None:
         click.echo(f"crashed   {fact}")
 
-    start(command, ranks, options.restarts, say, lambda: _is_to_run(recipe, ranks))
+    start(command, ranks, options.restarts or 0, say, lambda: _is_to_run(recipe, ranks))
 
 
 def _is_to_run(recipe: Recipe, ranks: int) -> bool:
