@@ -68,6 +68,25 @@ def test_what_accelerate_config_wrote_is_taken_over(
     assert "exists and is not replaced" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--recipe", "--accelerate"])
+@pytest.mark.parametrize("content", [b"- a\n", b"{{: b", b"\xff\xfe"])
+def test_what_cannot_be_read_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, content: bytes
+) -> None:
+    (tmp_path / "bad.yaml").write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        main(["init", str(tmp_path / "my.yaml"), option, str(tmp_path / "bad.yaml"), "--yes"])
+    assert (caught.value.code, (tmp_path / "my.yaml").exists()) == (1, False)
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_recipe_in_toml_is_one_to_start_from(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[run]\nsteps = 3\n", "utf-8")
+    with pytest.raises(SystemExit) as caught:
+        main(["init", f"{tmp_path}/my.yaml", "--recipe", f"{tmp_path}/my.toml", "--yes"])
+    assert (caught.value.code, read_recipe(tmp_path / "my.yaml").run.steps) == (0, 3)
+
+
 EXPECTED = {"nodes": 2, "nproc": 4, "address": "10.0.0.1", "port": 29500}
 
 

@@ -44,7 +44,7 @@ def run_convert_config(
             is written.
     """
     path = Path(words[0] if len(words) == 1 else "command")
-    text = path.read_text("utf-8") if len(words) == 1 else shlex.join(words)
+    text = read_text(path) if len(words) == 1 else shlex.join(words)
     for name in filter(None, (source, to)):
         if name not in DIALECTS:
             near = nearest(name, DIALECTS)[0]
@@ -118,14 +118,14 @@ def _load(path: Path, text: str, is_typed: bool) -> tuple[dict[str, Any], str | 
                 "If it was copied from a page, its indentation may be lost."
             ) from None
     if path.suffix in (".json", ".yaml", ".yml"):
-        return _tree(path, text), None
+        return tree_of(path, text), None
     options = _by_key(of_command(text))
     if not options and not is_typed:
-        return _tree(path, text), None
+        return tree_of(path, text), None
     _check_command(path, text, options)
     file = path.parent / str(options.get("fsdp_config"))
     if file.is_file():
-        options["fsdp_config"] = _tree(file, file.read_text("utf-8"))
+        options["fsdp_config"] = tree_of(file, read_text(file))
     return options, "command"
 
 
@@ -173,7 +173,15 @@ def _by_key(settings: Iterator[Setting]) -> dict[str, Any]:
     return {key: setting.value for key, setting in by_key.items()}
 
 
-def _tree(path: Path, text: str) -> dict[str, Any]:
+def read_text(path: Path) -> str:
+    """The file's text. Raises ``ConfigError`` if it is none."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8: {error}.") from None
+
+
+def tree_of(path: Path, text: str) -> dict[str, Any]:
     """Parse JSON, YAML, or lines ``NAME=value``."""
     try:
         tree = yaml.safe_load(text)  # JSON, too

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, get_args
 import click
 import yaml
 
-from shardwise.cli.convert_config import recipe_of
+from shardwise.cli.convert_config import read_text, recipe_of, tree_of
 from shardwise.comm.machine.devices import device_count
 from shardwise.comm.machine.interfaces import interfaces, reachable
 from shardwise.config.strategies import PRESETS
 from shardwise.dialects import read
 from shardwise.errors import ConfigError
 from shardwise.recipe.launch_config import Launcher
-from shardwise.recipe.read import flatten, read_recipe, set_key
+from shardwise.recipe.read import flatten, parse, read_recipe, set_key
 from shardwise.recipe.section import SHORT
 from shardwise.recipe.shipped import path_of
 
@@ -38,9 +38,9 @@ def run_init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> Non
     """
     if file.exists():
         raise ConfigError(f"{file} exists and is not replaced; name another file.")
-    tree = yaml.safe_load(path_of(recipe).read_text("utf-8"))
+    tree, _ = parse(path_of(recipe))
     if accelerate:
-        theirs, _ = recipe_of(read(yaml.safe_load(accelerate.read_text("utf-8")), "accelerate"))
+        theirs, _ = recipe_of(read(tree_of(accelerate, read_text(accelerate)), "accelerate"))
         for key, value in flatten(theirs).items():
             set_key(tree, key, value)
     for one in questions(flatten(tree), max(1, device_count()), _own_address()):

@@ -61,7 +61,7 @@ def run_launch(arguments: Sequence[str], given: dict[str, object], options: Laun
 
 
 def _hosts(path: Path | None) -> tuple[Host, ...]:
-    return parse_hosts(path.read_text("utf-8"), str(path)) if path else ()
+    return parse_hosts(path.read_text("utf-8", "replace"), str(path)) if path else ()
 
 
 def _config(config: LaunchConfig, given: dict[str, object], hosts: Sequence[Host]) -> LaunchConfig:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from torch import Tensor
 
 from shardwise.cli.models import named_model
@@ -17,7 +16,7 @@ from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine
 from shardwise.plan.forecast.observe import counted
 from shardwise.plan.forecast.question import Inputs, Question
-from shardwise.recipe.read import read_recipe
+from shardwise.recipe.read import parse, read_recipe
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shipped import path_of, shipped
 
@@ -104,11 +103,10 @@ def _refuse_changes(name: str, lora: int | None, quantize: str | None) -> None:
 def _of_recipe(path: str, machine: Machine, ranks: int, length: int | None) -> Planned:
     from shardwise.train.question import chosen_by, model_of, question_of
 
-    is_yaml = path_of(path).suffix != ".toml"
     recipe = read_recipe(path, [f"--data.context={length}"] if length else [])
-    keys = yaml.safe_load(path_of(path).read_text("utf-8")) if is_yaml else recipe.model_dump()
+    keys, _ = parse(path_of(path))
     question = question_of(recipe, model_of(recipe), machine, ranks)
-    return Planned(question, recipe.data.context, chosen_by(recipe), keys or {})
+    return Planned(question, recipe.data.context, chosen_by(recipe), keys)
 
 
 def _of_transformers(

@@ -50,7 +50,7 @@ def read_recipe(
         ConfigError: with the file, the line if known, and the nearest key.
     """
     path = path_of(path)
-    tree, lines = _parse(path)
+    tree, lines = parse(path)
     values = dict(_split(overrides, options))
     for name, text in values.items():
         _check_override(name, options)
@@ -70,8 +70,12 @@ def to_yaml(recipe: Recipe) -> str:
 # --- files -----------------------------------------------------------------------------------
 
 
-def _parse(path: Path) -> tuple[Tree, dict[KeyPath, int]]:
-    """The file's values, and the line of each key (YAML only)."""
+def parse(path: Path) -> tuple[Tree, dict[KeyPath, int]]:
+    """The values in a recipe's file as they are, and the line of each key (YAML only).
+
+    Raises:
+        ConfigError: there is no such file, or it is neither YAML nor TOML.
+    """
     if path.suffix not in {".yaml", ".yml", ".toml"}:
         names = ", ".join(shipped())
         raise ConfigError(
