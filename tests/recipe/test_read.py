@@ -183,6 +183,10 @@ def test_the_list_of_offload_is_answered_by_its_mode(tmp_path: Path) -> None:
             "override --run.patience 5: run.patience is 5 and run.eval_every is",
         ),
         (["run.seed=1"], "r.yaml:1: model: width 64 over 5 heads"),
+        (
+            ["--run.eval_every=epoch", "--data.max_bytes=9", "--data.streaming={streams: 4}"],
+            "run.eval_every is epoch, and how long streamed text is, is not known",
+        ),
     ],
 )
 def test_values_that_do_not_fit_each_other_are_blamed_on_the_override(
