@@ -112,6 +112,11 @@ def test_a_wrap_from_the_command_line_may_be_a_number() -> None:
     assert Recipe.model_validate({"sharding": {"wrap": "1000"}}).sharding.wrap == 1000
 
 
+def test_a_compiler_from_the_command_line_may_be_a_switch() -> None:
+    words = {"true": True, "false": False, "eager": "eager"}
+    assert {w: Recipe(sharding={"compile": w}).sharding.compile for w in words} == words
+
+
 def test_prefetch_has_the_fields_and_defaults_of_the_engine() -> None:
     assert Prefetch(**PrefetchConfig().model_dump()) == Prefetch()
 

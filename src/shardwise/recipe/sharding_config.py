@@ -72,6 +72,11 @@ def _whole_number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _switch(value: object) -> object:
+    """``--sharding.compile true`` arrives as text, and names no backend."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
 def _known_strategy(value: str) -> str:
     return placement_of(value).name
 
@@ -96,7 +101,9 @@ class ShardingConfig(Section):
         False, description="recompute blocks in backward; a number n = every n-th block"
     )
     activation_offload: bool = Field(False, description="and their inputs wait in host memory")
-    compile: bool | str = Field(False, description="units, by the device's backend or this one")
+    compile: Annotated[bool | str, BeforeValidator(_switch)] = Field(
+        False, description="units, by the device's backend or this one"
+    )
     buffers: Literal["local", "broadcast", "average"] = Field(
         "local", description="of ranks: their own, rank 0's, or their mean, before each forward"
     )
