@@ -55,6 +55,12 @@ def test_every_recipe_has_a_small_one_that_reads_what_is_there(tmp_path: Path, p
     assert all(before != after for before, after in changed.values())
 
 
+def test_nothing_is_sent_to_other_workers_or_to_the_run_s_mirror(tmp_path: Path) -> None:
+    others = ["outer.method=diloco", "outer.workers=[a:1, b:1]", "checkpoint.mirror=memory://run"]
+    small = Rehearsal(read_recipe("demo", others), tmp_path).small()
+    assert (small.outer.method, small.checkpoint.mirror) == ("none", None)
+
+
 @pytest.mark.prove
 def test_streamed_samples_have_a_second_file_for_validation(tmp_path: Path) -> None:
     path = next(path for path in RECIPES if path.stem == "llama2-70b-lora")

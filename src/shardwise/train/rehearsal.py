@@ -63,6 +63,7 @@ class Rehearsal:
         else:
             runs["run.epochs"] = min(flat["run.epochs"], _EPOCHS)
         new = {"run.overwrite": True, "checkpoint.resume": "never", "run.throughput_warmup": 1}
+        new |= {"checkpoint.mirror": None, "outer": {}}  # nothing leaves this machine
         less: Tree = {"sharding.mesh": None, "sharding.compile": False}
         less["sample.tokens"] = min(flat["sample.tokens"], 8)
         if flat.get("adapter.rank") is not None:
