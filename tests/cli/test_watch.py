@@ -30,6 +30,11 @@ def test_a_frame_shows_the_last_numbers_of_each_kind() -> None:
     assert shown["restarts"] == "1, the last at step 4"
 
 
+def test_a_validation_that_is_not_finite_says_so() -> None:
+    run = Run("run", ({"record": "evaluated", "step": 4, "loss": None},), {}, None)
+    assert dict(rows(run, is_running=False, now=0.0))["validation"] == "not finite at step 4"
+
+
 @pytest.mark.parametrize(
     ("number", "is_running", "says"),
     [

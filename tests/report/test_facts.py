@@ -27,6 +27,11 @@ def test_what_a_run_has_not_recorded_is_missing() -> None:
     assert shown["restarts"] == "0"
 
 
+def test_a_run_that_went_on_after_its_end_has_not_finished() -> None:
+    lines = tuple({"record": kind, "elapsed": 1.0} for kind in ("stopped", "resumed", "warned"))
+    assert dict(facts.results([Run("run", lines, {}, None)]))["ended"] == "not finished"
+
+
 def test_recipes_show_what_differs_from_defaults_and_from_each_other(tmp_path: Path) -> None:
     runs = [
         read_run(folder_of_a_run(tmp_path / "one")),

@@ -74,7 +74,8 @@ def rows(run: Run, is_running: bool, now: float) -> list[tuple[str, str]]:
             ("memory", f"{size(step['memory'])} of the process that uses most"),
         ]
     if evaluated := run.last("evaluated"):
-        shown.append(("validation", f"{evaluated['loss'] or 0:.4f} at step {evaluated['step']:,}"))
+        loss = "not finite" if evaluated["loss"] is None else f"{evaluated['loss']:.4f}"
+        shown.append(("validation", f"{loss} at step {evaluated['step']:,}"))
     if saved := run.last("saved"):
         ago = clock(max(0.0, now - saved["time"]))
         shown.append(("last save", f"step {saved['step']:,}, {size(saved['nbytes'])}, {ago} ago"))

@@ -9,7 +9,7 @@ from shardwise.plan.printed import size
 from shardwise.recipe.recipe import keys
 from shardwise.report.run import Line, Run
 
-MISSING = "missing"
+MISSING, NOT_FINISHED = "missing", "not finished"
 Rows = list[list[str]]
 
 
@@ -27,8 +27,8 @@ def _shown(value: Callable[[Run], str], run: Run) -> str:
 
 def _ending(run: Run) -> str:
     kinds = [line["record"] for line in run.lines]
-    ends = {"finished": "finished", "stopped": "stopped on request"}
-    return next((ends[kind] for kind in reversed(kinds) if kind in ends), "not finished")
+    ends = {"finished": "finished", "stopped": "stopped on request", "resumed": NOT_FINISHED}
+    return next((ends[kind] for kind in reversed(kinds) if kind in ends), NOT_FINISHED)
 
 
 def _both(run: Run, term: str, form: Callable[[Any], str]) -> str:
