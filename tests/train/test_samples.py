@@ -84,6 +84,7 @@ def test_a_wrong_format_is_named_before_any_row(tmp_path: Path) -> None:
             8,
             "no answer begins within the first 8 tokens .* all 40 of them. Raise data.context.",
         ),
+        (ROWS[:2], 500, r"the training split has \d+ tokens, fewer than one row"),
     ],
 )
 def test_data_that_cannot_be_trained_on(
@@ -91,7 +92,7 @@ def test_data_that_cannot_be_trained_on(
 ) -> None:
     source = f"data.source={written(tmp_path / 'bad.jsonl', rows)}"
     with pytest.raises(ConfigError, match=message):
-        prepared(tmp_path, 1, source, f"data.context={context}")
+        prepared(tmp_path, 1, source, f"data.context={context}", "data.packing=concatenate")
 
 
 # --- in a run --------------------------------------------------------------------------------

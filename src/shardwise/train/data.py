@@ -121,6 +121,7 @@ def prepare(
     validation = _rows(
         comm, None if read is None else read.validation, recipe.data, "validation tokens"
     )
+    _check_enough({"training": training, "validation": validation}, recipe)
     data = Data(tokenizer, training, validation)
     if read is None:
         return data
@@ -157,7 +158,6 @@ def _read(
         tokenizer, end = bpe.load(tokenizer_file.text), recipe.tokenizer.end
         training = bpe.encode(tokenizer, () if streamed else splits.training, end)
         validation = bpe.encode(tokenizer, splits.validation, end)
-    _check_enough({"training": training, "validation": validation}, recipe)
     return _RankZeroData(corpus, splits, tokenizer_file, (training,), (validation,))
 
 
@@ -203,13 +203,12 @@ def _report(
     )
 
 
-def _check_enough(splits: Mapping[str, bpe.Tokens], recipe: Recipe) -> None:
-    context, data = recipe.data.context, recipe.data
-    for name, stream in splits.items():
-        is_streamed = name == "training" and data.streaming.streams is not None
-        if len(Rows(stream, context)) == 0 and not is_streamed:
-            key = "data.max_bytes" if data.streaming.streams else "data.context"
+def _check_enough(splits: Mapping[str, RowSource | StreamedRows], recipe: Recipe) -> None:
+    for name, rows in splits.items():
+        if not isinstance(rows, StreamedRows) and not len(rows):
+            key = "data.max_bytes" if recipe.data.streaming.streams else "data.context"
             raise ConfigError(
-                f"the {name} split has {len(stream)} tokens, fewer than one row of data.context "
-                f"{context} + 1; give it more text, or change {key} or data.validation."
+                f"the {name} split has {len(rows.arrays[0])} tokens, fewer than one row of "
+                f"data.context {rows.context} + 1; give it more text, or change {key} or "
+                "data.validation."
             )
