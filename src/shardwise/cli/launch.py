@@ -134,8 +134,8 @@ def _devices(device: str) -> int:
 
 def _torchrun(plan: LaunchPlan, options: LaunchOptions) -> None:
     if plan.nodes == 1:
-        options = [f"--nproc={plan.nproc}"] + [f"--restarts={plan.restarts}"] * (plan.restarts > 0)
-        click.echo(f"one node  {shell('shardwise', 'train', *plan.arguments, *options)}")
+        words = [f"--nproc={plan.nproc}"] + [f"--restarts={plan.restarts}"] * (plan.restarts > 0)
+        click.echo(f"one node  {shell('shardwise', 'train', *plan.arguments, *words)}")
         return
     if not plan.address:
         raise ConfigError(
