@@ -22,6 +22,7 @@ def run_until(number: int) -> Run:
 def test_a_frame_shows_the_last_numbers_of_each_kind() -> None:
     shown = dict(rows(run_until(9), is_running=True, now=1e9 + 70))
     assert shown["phase"] == "training, last record 1:02 ago"
+    assert shown["model"] == "1,234 parameters, full_shard over 2 ranks"
     assert shown["step"] == "5 of 8"
     assert shown["loss"] == "2.7500  █▆▅▃▁"
     assert shown["left"] == "1:05"

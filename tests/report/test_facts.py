@@ -29,7 +29,9 @@ def test_what_a_run_has_not_recorded_is_missing() -> None:
 
 def test_a_run_that_went_on_after_its_end_has_not_finished() -> None:
     lines = tuple({"record": kind, "elapsed": 1.0} for kind in ("stopped", "resumed", "warned"))
-    assert dict(facts.results([Run("run", lines, {}, None)]))["ended"] == "not finished"
+    built = {"record": "built", "strategy": "zero1", "ranks": 1, "elapsed": 2.0}
+    shown = dict(facts.results([Run("run", (*lines, built), {}, None)]))
+    assert (shown["ended"], shown["sharding"]) == ("not finished", "zero1 over 1 rank")
 
 
 def test_recipes_show_what_differs_from_defaults_and_from_each_other(tmp_path: Path) -> None:

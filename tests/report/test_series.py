@@ -30,3 +30,8 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     assert len(kept) <= MOST_POINTS
     assert (77_777, 9.0) in kept
     assert kept == sorted(kept)
+
+
+def test_a_curve_of_one_step_is_a_dot(tmp_path: Path) -> None:
+    run = read_run(folder_of_a_run(tmp_path / "run", steps=1))
+    assert {curve["style"] for curve in charts([run])[1]["curves"]} == {"dots"}

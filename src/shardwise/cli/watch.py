@@ -15,6 +15,7 @@ from shardwise.cli.format_records import clock
 from shardwise.plan.printed import size
 from shardwise.report.run import Run, read_run
 from shardwise.train.folder import is_locked
+from shardwise.train.records import plural
 
 EVERY = 1.0  # seconds between two frames
 BARS = "▁▂▃▄▅▆▇█"
@@ -59,10 +60,8 @@ def rows(run: Run, is_running: bool, now: float) -> list[tuple[str, str]]:
     """Return the lines of a frame. Pure; what the run has not written yet is left out."""
     shown = [("run", run.name), ("phase", phase(run, is_running, now))]
     if built := run.last("built"):
-        ranks = (
-            f"{built['parameters']:,} parameters, {built['strategy']} over {built['ranks']} ranks"
-        )
-        shown.append(("model", ranks))
+        over = f"{built['strategy']} over {plural(built['ranks'], 'rank')}"
+        shown.append(("model", f"{built['parameters']:,} parameters, {over}"))
     if step := run.last("stepped"):
         left = step["seconds_left"]
         losses = [line["loss"] for line in run.of("stepped") if line["loss"] is not None]

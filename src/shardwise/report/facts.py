@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.plan.printed import size
 from shardwise.recipe.recipe import keys
 from shardwise.report.run import Line, Run
+from shardwise.train.records import plural
 
 MISSING, NOT_FINISHED = "missing", "not finished"
 Rows = list[list[str]]
@@ -49,7 +50,9 @@ _RESULTS: dict[str, Callable[[Run], str]] = {
     "seconds": lambda r: f"{r.lines[-1]['elapsed']:,.1f}" if r.lines else MISSING,
     "restarts": lambda r: f"{len(r.of('resumed'))}",
     "parameters": lambda r: f"{r.last('built')['parameters']:,}",
-    "sharding": lambda r: "{strategy} over {ranks:,} ranks".format(**r.last("built")),
+    "sharding": lambda r: (
+        f"{r.last('built')['strategy']} over {plural(r.last('built')['ranks'], 'rank')}"
+    ),
     "batch": lambda r: "{rows} = {micro} × {accumulation} × {ranks}".format(**r.last("built")),
     "dtypes": lambda r: "; ".join(r.last("built")["dtypes"]),
     "memory": lambda r: size(r.last("stepped")["memory"]),

@@ -48,7 +48,8 @@ def _curves(key: str, index: int, run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _curve(name: str, run: int, style: str, points: list[Point]) -> dict[str, Any]:
-    return {"name": name, "run": run, "style": style, "points": thinned(points)}
+    drawn = style if len(points) > 1 else "dots"  # a line of one point is not seen
+    return {"name": name, "run": run, "style": drawn, "points": thinned(points)}
 
 
 def _points(lines: Sequence[Line], key: str) -> list[Point]:
