@@ -11,7 +11,7 @@ from unittest import mock
 from shardwise.checkpoint import folder
 
 CALLS = (
-    "open", "write", "pwritev", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir",
+    "open", "write", "pwrite", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir",
 )  # fmt: skip
 
 

@@ -239,5 +239,7 @@ def test_blocks_are_a_fraction_of_what_a_rank_holds_of_a_bucket(world: int, size
     entries = [Entry("embed", "F32", (128_256, 4096), held)]
     assert block_size(entries) == size
     (file,) = plan_files("model", entries, 1 << 60, block=size)
-    assert all(stop - start <= size for start, stop in file.chunks(0))
+    chunks = [*file.chunks(0)]
+    assert all(stop - start <= BLOCK and stop % BLOCK == 0 for start, stop in chunks[:-1])
+    assert (chunks[0][0], chunks[-1][1]) == (file.spans[0].start, file.spans[0].stop)
     assert plan_files("model", entries, 1 << 60, block=size)[0] is file  # of the same layout

@@ -11,7 +11,7 @@ import resource
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import failpoints, save_plan, writer
+from shardwise.checkpoint import checksum, failpoints, save_plan, writer
 from shardwise.checkpoint.collectives import all_gather_object
-from shardwise.checkpoint.plan import FilePlan
+from shardwise.checkpoint.plan import BLOCK, LEAST, FilePlan
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.checkpoint.safetensors_format import PAGE, Stored
 from shardwise.checkpoint.writer import Chunk, Writer
@@ -472,6 +472,23 @@ def test_a_file_in_memory_only_gets_its_length() -> None:
     assert (found.st_size, found.st_blocks) == (1 << 20, 0)
 
 
+@pytest.mark.parametrize("block", [LEAST, 1 << 20, BLOCK])
+def test_each_block_of_a_chunk_has_a_checksum_wherever_its_memory_is_cut(
+    block: int, tmp_path: Path
+) -> None:
+    """Also where a chunk goes on in a block in which the one before it ended."""
+    data = torch.randint(0, 256, (2 * BLOCK,), dtype=torch.uint8)
+    (tmp_path / "x").touch()
+    with Writer(tmp_path, 0, len(data), block) as target:
+        for start, stop in ((0, 3_000_100), (3_000_100, BLOCK), (BLOCK, 2 * BLOCK)):
+            part = data[start:stop]
+            target.write(Chunk("x", start, stop, (part[:7], part[7:700_000], part[700_000:])))
+        pieces = target.finish().pieces["x"]
+    written = (tmp_path / "x").read_bytes()
+    assert written == data.numpy().tobytes()
+    assert [checked for _, _, checked in pieces] == checksum.of_bytes(written, block)
+
+
 def test_ranks_begin_with_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: dict[int, list[str]] = {0: [], 1: []}
     write = Writer.write
@@ -510,9 +527,9 @@ def test_a_file_system_that_keeps_one_host_s_bytes_is_found_out(
         monkeypatch.setattr(writer, "_write_at", lost)
         return said(sw.CheckpointError, lambda: sharded.save(tmp_path / "step-2"))
 
-    def lost(file: int, buffers: Sequence[memoryview], at: int) -> None:
+    def lost(file: int, data: memoryview, at: int) -> None:
         if hosts.get(threading.get_ident()) != "host-1":
-            real(file, buffers, at)
+            real(file, data, at)
 
     hosts: dict[int, str] = {}
     real = writer._write_at

@@ -30,8 +30,8 @@ def chunk(*pieces: list[int], start: int = 0) -> Chunk:
     return Chunk("file", start, start + sum(map(len, tensors)), tensors)
 
 
-def large(value: int, nbytes: int = BLOCK) -> Chunk:
-    return Chunk("file", 0, nbytes, (torch.full((nbytes,), value, dtype=torch.uint8),))
+def large(value: int) -> Chunk:
+    return Chunk("file", 0, BLOCK, (torch.full((BLOCK,), value, dtype=torch.uint8),))
 
 
 def test_a_copy_is_one_piece_and_does_not_change_with_the_original() -> None:
@@ -49,14 +49,6 @@ def test_a_buffer_is_used_again() -> None:
         assert copy.chunk.pieces[0][-1] == value
         pool.free(copy)
     assert pool.count == 1
-
-
-def test_buffers_of_small_blocks_lie_together_since_a_huge_page_is_larger_than_they() -> None:
-    pool = Pool(2 * BLOCK, BLOCK // 4)
-    starts = [pool.copy(large(0, BLOCK // 4)).buffer.data_ptr() for _ in range(8)]
-    for some in (starts[:4], starts[4:]):
-        assert [start - some[0] for start in some] == [k * BLOCK // 4 for k in range(4)]
-    assert pool.count == pool.most == 8
 
 
 def test_the_ranks_of_a_host_divide_a_quarter_of_its_memory(

@@ -198,9 +198,9 @@ class Saving:
                 self._leave(Part({}, self._wrong))
 
     def _write(self) -> Part:
-        rank = self._comm.rank
+        rank, contents = self._comm.rank, self._task.contents
         with (
-            Writer(self._task.folder, rank, self._task.contents.total(rank)) as writer,
+            Writer(self._task.folder, rank, contents.total(rank), contents.block) as writer,
             closing(self._copying.chunks()) as chunks,
         ):
             for chunk in chunks:
@@ -258,7 +258,7 @@ class Background:
             self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
         task = begin(sharded, request)
         budget = options.snapshot_bytes or budget_of(self._ranks_here)
-        pool = Pool(budget, task.contents.block, pinned=comm.device.type != "cpu")
+        pool = Pool(budget, pinned=comm.device.type != "cpu")
         saving = Saving(task, comm, pool, Watched(sharded, request.optimizers))
         try:
             saving.begin()

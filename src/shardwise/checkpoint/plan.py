@@ -114,10 +114,10 @@ class FilePlan:
         return text.hexdigest()[:12]
 
     def chunks(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The ranges that ``rank`` writes, in order, cut where blocks end."""
+        """The ranges that ``rank`` writes, in order, each of ``BLOCK`` bytes at most."""
         for start, stop, writer in self.spans:
             if writer == rank:
-                yield from cut_at_blocks(start, stop, self.block)
+                yield from cut_at_blocks(start, stop)
 
 
 def cut_at_blocks(start: int, stop: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:

@@ -33,7 +33,7 @@ from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_fi
 from shardwise.checkpoint.safetensors_format import bytes_of, is_plain
 from shardwise.checkpoint.segments import Segments, gathered
 from shardwise.checkpoint.wrappers import bare_names
-from shardwise.checkpoint.writer import Chunk, write_part
+from shardwise.checkpoint.writer import Chunk, Writer, write_part
 from shardwise.checkpoint.writer import Part as Written
 from shardwise.comm.protocol import Comm
 from shardwise.config.precision import dtype_name
@@ -81,7 +81,8 @@ class SavePlan:
     def write(self, comm: Comm, folder: Path, one_writer: bool) -> list[Written]:
         """Write all files there, and return what each rank wrote. A collective."""
         chunks = gathered(comm, self.segments) if one_writer else self.chunks(comm)
-        part = write_part(folder, comm.rank, self.total(comm.rank), chunks)
+        writer = Writer(folder, comm.rank, self.total(comm.rank), self.block)
+        part = write_part(writer, chunks)
         parts = all_gather_object(comm, part, "parts of a save")
         return [Written.decode(some) for some in parts]
 

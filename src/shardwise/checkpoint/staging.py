@@ -5,8 +5,8 @@
     main thread                                                     copy 4  copy 5   step
 
 Copies are in buffers of a pool that never grows beyond its budget; when all are full, copying waits
-for writing. What the main thread has copied is given back to the kernel as it is written: 4 MiB of
-buffers are a mapping, in huge pages, which cost less than half of the copy when they are new.
+for writing. What the main thread has copied is given back to the kernel as it is written: each
+buffer is a mapping, in huge pages, which cost less than half of the copy when they are new.
 Before parameters change, the main thread copies all that is left. Version counters of the tensors
 show whether they were changed before.
 """
@@ -49,16 +49,15 @@ class Copy(NamedTuple):
 
 
 class Pool:
-    """Buffers of one block each, for the copies of one rank's chunks. One thread copies at a time.
+    """Buffers for the copies of one rank's chunks. One thread copies at a time.
 
     Args:
         budget: bytes of host memory at most; at least one block.
-        block: bytes of the largest chunk.
         pinned: page-locked memory, to which a GPU copies faster.
     """
 
-    def __init__(self, budget: int, block: int = BLOCK, pinned: bool = False) -> None:
-        self.budget, self.block, self.most = budget, block, budget // block
+    def __init__(self, budget: int, pinned: bool = False) -> None:
+        self.budget, self.most = budget, budget // BLOCK
         self.count = 0  # of buffers that were made
         self._pinned = pinned
         self._free: SimpleQueue[Tensor] = SimpleQueue()
@@ -85,13 +84,12 @@ class Pool:
         if self._free.empty() and self.count < self.most:
             with torch.inference_mode(False):  # else nobody could write to it outside that mode
                 if self._pinned:
-                    memory = torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=True)
+                    buffer = torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=True)
                 else:
                     pages = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                    memory = in_huge_pages(torch.frombuffer(pages, dtype=torch.uint8))
-                for buffer in memory.split(self.block):
-                    self.count += 1
-                    self._free.put(buffer)
+                    buffer = in_huge_pages(torch.frombuffer(pages, dtype=torch.uint8))
+            self.count += 1
+            return buffer
         return self._free.get()
 
 

@@ -24,14 +24,15 @@ from shardwise.checkpoint.checksum import Piece
 from shardwise.checkpoint.collectives import joined_message
 from shardwise.checkpoint.disk import MODE, check_room, explained, host, make_folder, text_of
 from shardwise.checkpoint.failpoints import hit
-from shardwise.checkpoint.plan import FilePlan, cut_at_blocks
+from shardwise.checkpoint.plan import BLOCK, FilePlan, cut_at_blocks
 from shardwise.errors import CheckpointError
 
-VECTORS = 512  # pieces of memory in one system call; Linux allows 1,024
+STEP = 512 << 10
+"""Bytes that are written in one call, then read for their checksum, from a core's cache still."""
 
 
 class Chunk(NamedTuple):
-    """Bytes ``[start, stop)`` of a file, within one block, and where they are in memory."""
+    """Bytes ``[start, stop)`` of a file, at most ``BLOCK``, and where they are in memory."""
 
     file: str
     start: int
@@ -114,12 +115,14 @@ class Writer:
 
     Attributes:
         total, written: bytes that this rank will write, and has written.
-        pieces: their checksums, by file.
+        block: bytes that have one checksum.
+        pieces: checksums of what is written, by file.
     """
 
     folder: Path
     rank: int
     total: int
+    block: int = BLOCK
     written: int = 0
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
@@ -134,18 +137,27 @@ class Writer:
     def write(self, chunk: Chunk) -> None:
         """Write one chunk. On a GPU its bytes pass through host memory, 4 MiB at a time."""
         with explained(f"writing {self.folder.name}/{chunk.file}"):
-            buffers = [piece.cpu().numpy().data for piece in chunk.pieces]
-            value = 0
-            for buffer in buffers:
-                value = checksum.crc32(buffer, value)
             if chunk.file != self._name:
                 self._turn_to(chunk.file)
-            _write_at(self._opened, buffers, chunk.start)
+            at = chunk.start
+            for piece in chunk.pieces:
+                self._write(piece.cpu().numpy().data, at)
+                at += len(piece)
             _set_off(self._opened, chunk.start, chunk.stop - chunk.start)
-        self.pieces.setdefault(chunk.file, []).append((chunk.start, chunk.stop, value))
         before, self.written = self.written, self.written + chunk.stop - chunk.start
         if 2 * before < self.total <= 2 * self.written:
             hit("half of the data written", self.rank)
+
+    def _write(self, data: memoryview, at: int) -> None:
+        """Write bytes to the open file, and add to the checksums of their blocks."""
+        pieces = self.pieces.setdefault(self._name, [])
+        for start, stop in cut_at_blocks(at, at + len(data), min(self.block, STEP)):
+            step = data[start - at : stop - at]
+            _write_at(self._opened, step, start)
+            # Once written they are in the cache; read before, they would come from memory alone.
+            goes_on = pieces and pieces[-1][1] == start and start % self.block
+            first, _, value = pieces.pop() if goes_on else (start, start, 0)
+            pieces.append((first, stop, checksum.crc32(step, value)))
 
     def finish(self) -> Part:
         """Everything is on the disk when this returns."""
@@ -168,17 +180,13 @@ class Writer:
             self._opened = os.open(self.folder / name, os.O_RDWR)
 
 
-def write_part(folder: Path, rank: int, total: int, chunks: Iterable[Chunk]) -> Part:
-    """Write all chunks, ``total`` bytes. An error is returned in the part, for all ranks.
+def write_part(writer: Writer, chunks: Iterable[Chunk]) -> Part:
+    """Write all of a rank's chunks. An error is returned in the part, for all ranks.
 
     After an error the other chunks are still taken: the bytes of other ranks come by collectives.
     """
     failed: Part | None = None
-    if not total:  # this rank may not even see the folder
-        for _ in chunks:
-            pass
-        return Part({})
-    with Writer(folder, rank, total) as writer:
+    with writer:
         for chunk in chunks:
             try:
                 if failed is None:
@@ -191,16 +199,10 @@ def write_part(folder: Path, rank: int, total: int, chunks: Iterable[Chunk]) -> 
             return Part({}, text_of(error))
 
 
-def _write_at(file: int, buffers: Sequence[memoryview], at: int) -> None:
-    for k in range(0, len(buffers), VECTORS):
-        some = list(buffers[k : k + VECTORS])
-        while some:
-            done = os.pwritev(file, some, at)
-            at += done
-            while some and done >= some[0].nbytes:
-                done -= some.pop(0).nbytes
-            if some:
-                some[0] = some[0][done:]
+def _write_at(file: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(file, data, at)
+        data, at = data[done:], at + done
 
 
 def _set_off(file: int, start: int, count: int) -> None:
@@ -232,7 +234,7 @@ def write_header(folder: Path, file: FilePlan) -> list[Piece]:
     """Make a file readable: write its header, and sync it. On rank 0, when all parts are known."""
     opened = os.open(folder / file.name, os.O_RDWR)
     try:
-        _write_at(opened, [memoryview(file.header)], 0)
+        _write_at(opened, memoryview(file.header), 0)
         os.fsync(opened)
     finally:
         os.close(opened)
