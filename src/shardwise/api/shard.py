@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from enum import Enum
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.api.sharded import Sharded
@@ -74,5 +76,8 @@ def shard(
     comm = comm_for(comm, mesh)
     precision.check(comm.device, model)
     check_batch_norm(model, comm)
-    with comm.device:  # not the one of a `with torch.device("meta"):` around this call
+    # Not on the device of a `with torch.device("meta"):` around this call. Else no context, which
+    # makes each operation one of Python's.
+    is_default = torch.get_default_device() == comm.device
+    with nullcontext() if is_default else comm.device:
         return Sharded(model, placement, wrap, comm, options)

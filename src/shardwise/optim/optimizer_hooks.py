@@ -140,13 +140,14 @@ def _hook_around(optimizer: Optimizer) -> None:
         hooks.move_to_end(before.id)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Params:
     """The parameters of one model in an optimizer."""
 
     facts: list[tuple[int, int]]  # id and length of each group's list
     own: list[nn.Parameter]
-    plain: list[tuple[str, nn.Parameter]]  # in no sharded model, with their names or shapes
+    #: In no sharded model, with their names or shapes; ``None``: not looked up.
+    plain: list[tuple[str, nn.Parameter]] | None = None
 
 
 class OptimizerHooks:
@@ -254,13 +255,16 @@ class OptimizerHooks:
         known = self._params.get(optimizer)
         if known is None or known.facts != facts:
             own = [param for params in lists for param in params if id(param) in self._own_ids]
-            known = self._params[optimizer] = _Params(facts, own, _plain(optimizer))
+            known = self._params[optimizer] = _Params(facts, own)
         return known.own
 
     def _warn_of_plain(self, optimizer: Optimizer) -> None:
         """Warn once if it updates parameters whose gradients are not averaged."""
-        plain = self._params[optimizer].plain
-        if optimizer in _warned or _has_no_gradients(plain):
+        if optimizer in _warned:
+            return
+        params = self._params[optimizer]
+        plain = params.plain = _plain(optimizer) if params.plain is None else params.plain
+        if _has_no_gradients(plain):
             return
         theirs = self._trained_by_others([param for _, param in plain])
         plain[:] = [pair for pair in plain if id(pair[1]) not in theirs]
@@ -328,10 +332,10 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     plain = []
     for group in optimizer.param_groups:
         params = group["params"]
-        names = group.get("param_names") or [f"one of shape {tuple(p.shape)}" for p in params]
+        names = group.get("param_names") or [""] * len(params)
         pairs = zip(names, params, strict=True)
         plain += [pair for pair in pairs if pair[1].requires_grad and sharding_of(pair[1]) is None]
-    return plain
+    return [(name or f"one of shape {tuple(param.shape)}", param) for name, param in plain]
 
 
 def _has_no_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> bool:
