@@ -206,6 +206,7 @@ def test_the_same_generator_gives_the_same_batch(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.prove
 @pytest.mark.spawn
 def test_a_program_has_ddps_time_and_each_strategy_over_it() -> None:
     summary, *numbers = program_row("blocks", "torch", 2, 2)

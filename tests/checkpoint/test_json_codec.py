@@ -38,7 +38,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(VALUES)
 def test_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
     found = there_and_back(value)

@@ -29,10 +29,12 @@ PROGRAMS = {
     "backward raises": Program("shard_grad_op", raises="backward"),
     "reentrant": Program(recomputes="reentrant", ahead=7),
     "compiled": Program("zero1", {"compile": "eager", "precision": BYTES}),
+}
+MORE = {
     "checkpointed": Program("hybrid_shard", ROWS | {"activation_checkpointing": True}),
     "no_shard": Program("no_shard", HALF | {"precision": WIDE}),
 }
-MORE = {
+MORE |= {
     f"{strategy} {offload} {flat=} {raises}": Program(
         strategy,
         {"offload": offload} | (ROWS if strategy in HYBRIDS else {}),

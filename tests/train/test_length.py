@@ -92,7 +92,7 @@ def test_a_run_of_epochs_is_finished_or_goes_on_with_more(
 
     def run(epochs: int) -> int:
         watched.told.clear()
-        given = tiny_recipe(tmp_path, f"run.epochs={epochs}", "batch.rows=40", *options)
+        given = tiny_recipe(tmp_path, f"run.epochs={epochs}", "batch.rows=40", "batch.micro=20", *options)
         return watched.run(given, world=2).step
 
     steps = run(1)

@@ -79,7 +79,7 @@ BUCKETS = st.lists(SHAPES, max_size=14)
 WORLD = st.one_of(st.integers(1, 9), st.just(64))
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(BUCKETS, WORLD, st.sampled_from([1, 4, 16]), st.sampled_from([0, 2, 32]))
 def test_any_bucket_is_laid_out_whole_aligned_and_within_its_bound(
     shapes: list[Shape], world: int, align: int, slack: int
