@@ -67,7 +67,7 @@ def test_the_only_validation_is_noted_and_so_is_saving_by_epoch() -> None:
         ({"run": {"eval_delay": 2}}, "run.eval_delay is 2.* and run.eval_every is 0"),
         (
             {"run": {"epochs": 2}, "data": {"max_bytes": 9, "streaming": {"streams": 4}}},
-            "epochs is 2, and how long streamed text is, is not known; set data.streaming.epochs",
+            "run.epochs is 2.*, and how long streamed text is, is not known; set a number of steps",
         ),
     ],
 )
@@ -92,7 +92,9 @@ def test_a_run_of_epochs_is_finished_or_goes_on_with_more(
 
     def run(epochs: int) -> int:
         watched.told.clear()
-        given = tiny_recipe(tmp_path, f"run.epochs={epochs}", "batch.rows=40", "batch.micro=20", *options)
+        given = tiny_recipe(
+            tmp_path, f"run.epochs={epochs}", "batch.rows=40", "batch.micro=20", *options
+        )
         return watched.run(given, world=2).step
 
     steps = run(1)

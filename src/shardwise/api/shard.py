@@ -76,8 +76,7 @@ def shard(
     comm = comm_for(comm, mesh)
     precision.check(comm.device, model)
     check_batch_norm(model, comm)
-    # Not on the device of a `with torch.device("meta"):` around this call. Else no context, which
-    # makes each operation one of Python's.
-    is_default = torch.get_default_device() == comm.device
-    with nullcontext() if is_default else comm.device:
+    # Not the device of a `with torch.device("meta"):` around this call; where there is none, no
+    # context, which makes each operation a call of Python.
+    with nullcontext() if torch.get_default_device() == comm.device else comm.device:
         return Sharded(model, placement, wrap, comm, options)
