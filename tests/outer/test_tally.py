@@ -49,3 +49,7 @@ def test_a_part_of_a_mean_that_was_formed_counts_no_more() -> None:
     of.take()
     of.add(1, A0, b"late")
     assert of.take() == []
+
+
+def test_a_unit_without_a_name_has_one_in_messages() -> None:
+    assert f"its part of {Key('', 3)}, of {Key('blocks.0', 3)}" == "its part of (root), of blocks.0"

@@ -50,6 +50,25 @@ def test_what_a_step_has_waited_is_exchanged_in_the_next_one() -> None:
     assert slow.last == 3.0
 
 
+def test_waiting_for_other_workers_is_no_rank_s_fault() -> None:
+    waited, now = [0.0], [0.0]
+    slow = SlowRanks(lambda: waited[0], lambda: now[0])
+
+    def exchange() -> str:
+        waited[0] += 50.0
+        now[0] += 60.0
+        return "exchanged"
+
+    texts = []
+    for _ in range(30):
+        slow.begin()
+        now[0] += 1.0
+        assert slow.without(exchange) == "exchanged"
+        texts.append(slow.end([0.0, 0.3]))
+    assert slow.last == 0.0
+    assert any("waited 30% of the last 20 steps (20 s)" in text for text in texts)
+
+
 def test_a_hybrid_waits_on_both_axes() -> None:
     def rank(comm: Comm) -> bool:
         sharded = sw.shard(decoder(), "hybrid_shard", comm=comm, mesh=(2, 2))

@@ -184,7 +184,7 @@ class DiLoCo:
             came.extend([mean] if mean is not None else [])
             return bool(came)
 
-        if not run_on_rank_0(self._comm, f"the mean of {unit}", receive):
+        if not run_on_rank_0(self._comm, f"the mean of {self._key(unit)}", receive):
             return None
         numel = self._start.numels[unit]
         return self._start.shared(wires.decode(came[0], numel, self._wire) if came else None, numel)

@@ -266,7 +266,7 @@ class Link:
             if message.kind in ("part", "mean"):
                 key = Key(message.fields["unit"], message.fields["update"])
                 if len(message.payload) != (nbytes := self._nbytes_of_part[key.unit]):
-                    raise ValueError(f"{len(message.payload)} bytes of {key.unit}, not {nbytes}")
+                    raise ValueError(f"{len(message.payload)} bytes of {key}, not {nbytes}")
                 if message.kind == "mean":
                     self._means[key] = bytes(message.payload)
                     self._present = message.fields["workers"]
@@ -394,6 +394,6 @@ class Link:
     def _awaited(self, key: Key) -> str:
         if self._leads:
             names = ", ".join(self._place.name(worker) for worker in self._tally.missing(key))
-            return f"{names} has not sent its part of {key.unit}"
+            return f"{names} has not sent its part of {key}"
         leader = self._leader
-        return f"the mean of {key.unit} from {self._place.name(leader.worker)}" if leader else ""
+        return f"the mean of {key} from {self._place.name(leader.worker)}" if leader else ""

@@ -15,6 +15,10 @@ class Key(NamedTuple):
     unit: str
     update: int
 
+    def __str__(self) -> str:
+        """The unit's name, for messages."""
+        return self.unit or "(root)"
+
 
 class Tally:
     """The parts that the leader has; ``own`` is its number among the workers."""

@@ -266,7 +266,7 @@ class _Loop:
             own_norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
             scale = job.scaler.get_scale() if job.scaler.is_enabled() else None
             self._retry_failed_save(job.update)
-            exchanged = self._outer.step()
+            exchanged = self._slow_ranks.without(self._outer.step)
             # The one wait for the device, when all of the step is issued.
             share, norm = torch.stack([own_loss, own_norm]).tolist()
         request = max(self._requests.take(step), self._logger.requested())

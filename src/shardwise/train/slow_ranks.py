@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import TypeVar
 
 from shardwise.api.sharded import Sharded
+
+T = TypeVar("T")
 
 FIRST = 5  # steps that are not counted: they allocate, compile and record
 STEPS, SECONDS = 20, 10.0  # a report is about as many of both, or more
@@ -44,6 +47,14 @@ class SlowRanks:
     def begin(self) -> None:
         """A step begins."""
         self._start = self._clock(), self._waited()
+
+    def without(self, act: Callable[[], T]) -> T:
+        """Do what waits for others than these ranks, which is no rank's fault."""
+        before = self._clock(), self._waited()
+        result = act()
+        clock, waited = self._start
+        self._start = clock + self._clock() - before[0], waited + self._waited() - before[1]
+        return result
 
     def end(self, last: Sequence[float]) -> str:
         """A step ends; returns the report that is due, or ``""``.

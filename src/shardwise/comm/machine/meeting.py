@@ -179,7 +179,8 @@ class Meeting:
                 master_listen_fd=None if listens is None else listens.detach(),
             )
 
-        server = "the store of this rank" if listens else "a program listens there that"
+        other = "what listens there, another program or a launcher that is starting,"
+        server = "the store of this rank" if listens else other
         silent = f"{server} has not answered as a store of torch does"
         return self._run(open_store, lambda: problem(address, launch.port) or silent)
 
