@@ -227,15 +227,15 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _epochs_have_a_length(self) -> Self:
         in_epochs = {
-            "run.epochs": self.run.epochs,
+            "run.epochs": self.run.epochs and f"{self.run.epochs:g}",
             "run.eval_every": self.run.eval_every == "epoch" and "epoch",
             "checkpoint.save_every": self.checkpoint.save_every == "epoch" and "epoch",
         }
         for name, value in in_epochs.items():
             if value and self.data.streaming.streams:
                 raise ConfigError(
-                    f"{name} is {value}, and how long streamed text is, is not known; set a number "
-                    "of steps (run.steps), and data.streaming.epochs for its end."
+                    f"{name} is {value}, and how long streamed text is, is not known; set "
+                    "data.streaming.epochs, and lengths in steps."
                 )
         return self
 
