@@ -242,6 +242,23 @@ def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_sta
     assert torch.equal(first[0]["3.weight"], second[0]["3.weight"])
 
 
+def test_a_worker_that_is_ahead_keeps_its_steps_and_waits_for_the_mean() -> None:
+    def run(worker: Worker) -> tuple[int, State]:
+        net = plain_model()
+        sharded = sw.shard(net, wrap=sw.wrap.whole(), comm=worker.comm)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.param_groups[0]["outer_step"] = 2 * worker.number  # of its checkpoint
+        outer = worker.outer(sharded, optimizer, delay=0)
+        start = outer.steps
+        worker.steps(net, optimizer, outer, range(start, 4))
+        outer.close()
+        return start, state(net)
+
+    (one,), (other,) = run_workers([1, 1], run)
+    assert (one[0], other[0]) == (0, 2)
+    assert largest_difference(one[1], other[1]) == 0.0
+
+
 def test_a_resumed_worker_continues_exactly(tmp_path: Path) -> None:
     all_have_stopped = threading.Barrier(3)
 

@@ -267,7 +267,7 @@ class DiLoCo:
             elif kind == "welcome" and self._link is not None:
                 self._link.ready(forgets=loaded)
             elif kind == "go":
-                self._start.step = fields["step"]
+                self._start.step = max(self.steps, fields["step"])  # one that is ahead waits
                 return True
             elif kind == "lost":
                 return False

@@ -225,7 +225,7 @@ class _Loop:
         if not self._state.validated and self._evaluate() and job.recipe.checkpoint.keep_best:
             self._save()  # again: the run stopped before this validation, which is the best
         while (step := self._state.step + 1) <= self._steps:
-            request = self._step(step)
+            request, step = self._step(step), self._state.step
             is_stopping = request is Request.STOP and step < self._steps
             best = not is_stopping and self._is_validation_due(step) and self._evaluate()
             saved = self._save() if request or self._is_due(best) else False
@@ -287,7 +287,7 @@ class _Loop:
         self._compare(step)
         _check_finite(record)
         validated = not self._is_validation_due(step)
-        self._state = replace(self._state, step=step, validated=validated)
+        self._state = replace(self._state, step=max(step, self._outer.steps), validated=validated)
         return combined(per_rank[:, 2].tolist())
 
     @contextmanager
