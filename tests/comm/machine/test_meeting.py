@@ -229,9 +229,7 @@ def test_another_program_at_the_port_is_not_taken_for_the_store(
 ) -> None:
     with socket.create_server(("127.0.0.1", port)), pytest.raises(RanksDisagree):
         rank(0, port, timeout=0.8).store()
-    said = (
-        "another program or a launcher that is starting, has not answered as a store of torch does"
-    )
+    said = "a launcher that starts, or a program, has not answered as a store of torch does"
     assert caplog.messages[0].endswith(said)
 
 

@@ -179,8 +179,7 @@ class Meeting:
                 master_listen_fd=None if listens is None else listens.detach(),
             )
 
-        other = "what listens there, another program or a launcher that is starting,"
-        server = "the store of this rank" if listens else other
+        server = "the store of this rank" if listens else "a launcher that starts, or a program,"
         silent = f"{server} has not answered as a store of torch does"
         return self._run(open_store, lambda: problem(address, launch.port) or silent)
 
