@@ -67,7 +67,7 @@ def test_the_only_validation_is_noted_and_so_is_saving_by_epoch() -> None:
         ({"run": {"eval_delay": 2}}, "run.eval_delay is 2.* and run.eval_every is 0"),
         (
             {"run": {"epochs": 2}, "data": {"max_bytes": 9, "streaming": {"streams": 4}}},
-            "run.epochs is 2, and how long streamed text is, is not known; set data.streaming.epochs",
+            "run.epochs is 2, and how long streamed text is, is not known; set data.streaming",
         ),
     ],
 )
