@@ -56,6 +56,7 @@ class Saving:
         self._copying = Copying(task.contents.chunks(comm), pool)
         self._stream = _stream_beside(comm.device)
         self._start = time.perf_counter()
+        self._begun = Event()  # else the thread, which begins to copy, keeps the caller waiting
         self._cancelled = Event()
         self._copied = Event()  # all is copied and nothing had changed; or ``_wrong`` is set
         self._wrong = ""  # why this rank cannot save
@@ -124,6 +125,8 @@ class Saving:
         except RuntimeError as failure:  # check raises it, on all ranks
             self._go_wrong(failure)
             self._copied.set()
+        finally:
+            self._begun.set()
 
     def finish_copy(self) -> None:
         """Copy what is not copied yet: from now on, training may change everything. No collective.
@@ -187,6 +190,7 @@ class Saving:
 
     def _run(self) -> None:
         try:
+            self._begun.wait()
             if self._stream is not None:
                 torch.accelerator.set_stream(self._stream)
             self._leave(self._write())

@@ -81,8 +81,7 @@ class SavePlan:
     def write(self, comm: Comm, folder: Path, one_writer: bool) -> list[Written]:
         """Write all files there, and return what each rank wrote. A collective."""
         chunks = gathered(comm, self.segments) if one_writer else self.chunks(comm)
-        writer = Writer(folder, comm.rank, self.total(comm.rank), self.block)
-        part = write_part(writer, chunks)
+        part = write_part(Writer(folder, comm.rank, self.total(comm.rank), self.block), chunks)
         parts = all_gather_object(comm, part, "parts of a save")
         return [Written.decode(some) for some in parts]
 
