@@ -12,6 +12,9 @@ from transformers import BitsAndBytesConfig
 
 from shardwise.hf import quantized_layers
 from shardwise.hf.quantized_layers import KERNELS, Linear4bit
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.units.units import choose_units
+from shardwise.plan.units.wrap import by_class
 from tests.nets import numbers
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -88,6 +91,15 @@ def test_the_whole_weight_of_a_layer_is_where_that_of_the_one_before_was() -> No
     model = nn.Sequential(*layers)
     model(numbers(0, (3, 64)).requires_grad_()).sum().backward()
     assert [whole.numel() for whole in memory.values()] == [64 * 96]
+
+
+def test_a_forecast_maps_the_blocks_that_the_layer_maps() -> None:
+    model = nn.Sequential(layer("nf4", False, *DTYPES[:1] * 2, (64, 96)))
+    rows = Linear4bit.maps_from // (4 * 96)
+    for is_mapped, x in ((False, torch.ones(rows - 1, 64)), (True, torch.ones(rows, 64))):
+        work = observe(model, choose_units(model, by_class(Linear4bit)), (x,), {})
+        levels = [span.mapped if is_mapped else span.blocks for span in work.forward]
+        assert max(level.peak for level in levels) >= 4 * 96 * len(x)
 
 
 def test_a_derivative_of_a_derivative_keeps_its_weights() -> None:

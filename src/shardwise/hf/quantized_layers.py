@@ -41,9 +41,6 @@ BLOCK = 64  # values for each absmax: bitsandbytes' default, which transformers 
 NESTED = 256  # absmax for each nested one
 PART = 1 << 20  # values that are quantised at once
 KERNELS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-MAPPED = 384 << 10
-"""Bytes from which a CPU's blocks are mapped each for itself: activations of 64 tokens, say. The
-base is so small in memory that the holes they leave in the heap are a seventh of all of it."""
 
 
 class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
@@ -58,10 +55,14 @@ class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
         block: values that have a scale.
         values: elements of the weight that was quantised.
         values_dtype: their dtype.
+        maps_from: bytes from which a CPU's blocks are mapped each for itself, activations of 64
+            tokens, say. The base is so small in memory that the holes they leave in the heap are a
+            seventh of all of it. Forecasts read it.
         transposed: whether the file has the weight as ``[in, out]``.
     """
 
     block = BLOCK
+    maps_from = 384 << 10
     transposed = False
     weight: Any
     bias: nn.Parameter | None
@@ -74,7 +75,7 @@ class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
             compute_dtype=config.bnb_4bit_compute_dtype,
             device="meta",
         )
-        map_blocks(MAPPED)
+        map_blocks(self.maps_from)
         self.form, self.double = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant
         self.values, self.values_dtype = like.weight.numel(), like.weight.dtype
         self.blocks = -(-self.values // BLOCK)

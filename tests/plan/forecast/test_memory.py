@@ -17,7 +17,6 @@ from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Comm
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.plan.draw import draw
-from shardwise.plan.forecast import recording
 from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.memory import FIRST_STEP, Heap, MemoryForecast, forecast
 from shardwise.plan.forecast.observe import observe
@@ -277,9 +276,9 @@ def test_what_is_saved_fills_holes_of_what_passed() -> None:
     assert heap._replace(saved=110).held(kept=0.5) == 107 + 55 + 15  # more than is left of 120
 
 
-def test_large_blocks_leave_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_a_layer_maps_leave_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     small, _ = of_decoder()
-    monkeypatch.setattr(recording, "MAPPED", 1)
+    monkeypatch.setattr(nn.Linear, "maps_from", 1, raising=False)
     large, _ = of_decoder()
     assert large.heap == (0, small.heap.blocks, 0, 0, 0)
     assert large.process(0.5) < small.process(0.0)

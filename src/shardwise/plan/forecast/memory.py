@@ -70,7 +70,7 @@ class Heap(NamedTuple):
     """Activations as the C library holds them.
 
     Attributes:
-        blocks, mapped: bytes at most of storages below ``MAPPED``, which leave holes; of others.
+        blocks, mapped: bytes at most of storages below the threshold, which leave holes; of others.
         saved, passing: bytes of the former that the backward pass frees, and as in ``StepWork``.
         passed: bytes that the forward pass frees; of the largest size of each span.
     """

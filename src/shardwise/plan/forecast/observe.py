@@ -26,7 +26,7 @@ from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError, ScheduleError, ShardwiseError
 from shardwise.plan.forecast.recording import Recording
-from shardwise.plan.forecast.work import StepWork
+from shardwise.plan.forecast.work import MMAP_THRESHOLD, StepWork
 from shardwise.plan.order import on_meta
 from shardwise.plan.schedule.events import Cue, Op, Phase
 from shardwise.plan.units.selection import checkpointed
@@ -104,7 +104,8 @@ def observe(
     state = {f"model.{name}": tensor for name, tensor in empty.items()}
     given = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
     batch = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-    recording = Recording([*state.values(), *batch])
+    maps_from = min(getattr(module, "maps_from", MMAP_THRESHOLD) for module in model.modules())
+    recording = Recording([*state.values(), *batch], maps_from)
     for unit in units:
         for member in unit.members:
             _collect(state[f"model.{member.name}"], unit.name, recording)

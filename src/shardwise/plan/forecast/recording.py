@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.forecast.kernels import is_kernel, moved, products
-from shardwise.plan.forecast.work import MAPPED, Level, Pass, Product, Span, UnitWork
+from shardwise.plan.forecast.work import MMAP_THRESHOLD, Level, Pass, Product, Span, UnitWork
 from shardwise.plan.order import mirror
 from shardwise.plan.schedule.events import Cue, Op, Order
 from shardwise.plan.spec import SMALL_GRADIENT
@@ -72,7 +72,7 @@ class _Span:
     alive: int  # bytes when it began
     in_host: int
     peak: int  # bytes alive at most so far
-    blocks: int = 0  # of storages below ``MAPPED``: bytes when it began, and at most so far
+    blocks: int = 0  # of storages below the threshold: bytes when it began, and at most so far
     blocks_peak: int = 0
     mapped_peak: int = 0  # of the others
     passed: Counter[int] = field(default_factory=Counter)  # made and freed blocks, by bytes
@@ -99,17 +99,19 @@ class Recording(TorchDispatchMode):
 
     Args:
         held: tensors that are there before and after: parameters, buffers, the batch.
+        maps_from: bytes from which a CPU's blocks are mapped each for itself: the threshold.
     """
 
-    def __init__(self, held: Iterable[Tensor]) -> None:
+    def __init__(self, held: Iterable[Tensor], maps_from: int = MMAP_THRESHOLD) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cues: list[Cue] = []
         self._held = {storage_key(tensor): tensor for tensor in held}
+        self._maps_from = maps_from
         self._made: dict[int, ref[Any]] = {}  # every other storage that is alive
         self._alive, self._copied = _Bytes(), _Bytes()  # by the unit that made them; in host memory
         self._saved, self._kept = _Bytes(), _Bytes()  # the same when the backward pass begins
         self._outputs = _Bytes()
-        self._blocks = 0  # bytes alive of storages below ``MAPPED``
+        self._blocks = 0  # bytes alive of storages below the threshold
         self._changes = list[tuple[int, int]]()  # of them: a number for each, and bytes; freed: < 0
         self._turned = 0  # how many of them were before the backward pass
         self._forward, self._backward = [_Span(None, 0, 0, 0)], list[_Span]()
@@ -205,12 +207,12 @@ class Recording(TorchDispatchMode):
     def _end(self, key: int, span: _Span, nbytes: int, number: int, _: object) -> None:
         del self._made[key]
         self._change(span.unit, -nbytes, number)
-        if span is self._span and nbytes < MAPPED:
+        if span is self._span and nbytes < self._maps_from:
             span.passed[nbytes] += 1
 
     def _change(self, unit: str | None, nbytes: int, number: int) -> None:
         self._alive[unit] += nbytes
-        if abs(nbytes) < MAPPED:
+        if abs(nbytes) < self._maps_from:
             self._blocks += nbytes
             self._changes.append((number, nbytes))
 

@@ -67,8 +67,9 @@ class Pass:
         return sum(product.flops * times for product, times in self.products)
 
 
-MAPPED = 1 << 25
-"""Bytes from which glibc maps each block by itself, and unmaps it when it is freed (mallopt(3))."""
+MMAP_THRESHOLD = 1 << 25
+"""Bytes from which glibc maps each block by itself, and unmaps it when it is freed (mallopt(3)); a
+layer may set another: its ``maps_from``."""
 
 
 class Level(NamedTuple):
@@ -94,7 +95,7 @@ class Span:
         grown: bytes alive at its end, less those alive at its start.
         peak: bytes alive at most, above those alive at its start.
         in_host: ``grown`` of what checkpointing keeps in host memory, which is not in ``grown``.
-        blocks, mapped: of storages below ``MAPPED`` bytes, and of the others.
+        blocks, mapped: of storages below the threshold, and of the others.
         passed: bytes of the former that it made and freed, of the largest size of these.
     """
 
@@ -154,7 +155,7 @@ class StepWork:
         first_gradients: for each unit that trains, the span of ``backward`` with its first one.
         inputs: bytes of the batch.
         buffers: bytes of the model's buffers.
-        passing: bytes of storages below ``MAPPED`` that one pass makes and frees: those of each
+        passing: bytes of storages below the threshold that one pass makes and frees: those of each
             size that are alive at once at most, added up.
     """
 
