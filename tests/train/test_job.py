@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
@@ -108,6 +110,38 @@ def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
     recipe = tiny_recipe(tmp_path, f"batch.micro={micro}")
     for found, wanted in zip(run(recipe, world), plain(recipe), strict=True):
         assert found == pytest.approx(wanted, rel=2e-5)
+
+
+class Mark:
+    """What an operator's node in autograd's graph keeps."""
+
+
+class Marked(torch.autograd.Function):
+    """Its input, by a node with a ``mark``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark = Mark()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_the_graph_of_a_micro_batch_is_gone_when_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, compute = weakref.WeakSet[Any](), Job._loss
+
+    def loss(job: Job, *batch: Any) -> Any:
+        assert not graphs
+        marked = cast("Any", Marked).apply(compute(job, *batch))
+        graphs.add(marked.grad_fn.mark)
+        return marked
+
+    monkeypatch.setattr(Job, "_loss", loss)
+    build(tiny_recipe(tmp_path, "batch.micro=1"), LocalComm(), ROWS, VOCABULARY).forward_backward(0)
 
 
 def test_the_host_waits_for_no_device_until_all_of_a_step_is_issued(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ class Job:
                 # The engine averages over ranks, and the ranks' losses are to be summed.
                 self.scaler.scale(loss * self.sharded.comm.size).backward()
                 rank_loss += loss.detach()
+                del loss  # nodes of its graph would lie between the next one's blocks of the heap
         self.scaler.unscale_(self.optimizer)
         self.ahead.prepare(step + 1)
         return rank_loss
