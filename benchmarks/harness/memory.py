@@ -27,6 +27,12 @@ def held_by(pid: int | str, *keys: str) -> int:
     return 1024 * proc_number(f"/proc/{pid}/smaps_rollup", *keys)
 
 
+def held_at_most() -> int:
+    """Bytes that this process has held at most, by the kernel; of shared pages its part, as now."""
+    most = 1024 * proc_number("/proc/self/status", "VmHWM:")
+    return most - held_by("self", "Rss:") + held_by("self", "Pss:")
+
+
 def samples(workers: Workers, *keys: str) -> Iterator[list[int]]:
     """What each rank holds, in bytes, again and again until one of them sends something."""
     with suppress(ProcessLookupError, FileNotFoundError):  # they may end meanwhile

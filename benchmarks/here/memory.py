@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from benchmarks.harness.memory import held_by, samples
+from benchmarks.harness.memory import held_at_most, held_by
 from benchmarks.harness.report import MIB, Cell, Column
 from benchmarks.harness.workers import Worker, Workers
 from benchmarks.here.subjects import forecast_of
@@ -70,13 +70,12 @@ def task_of(model: str, rows: int) -> Task:
 
 
 def peak_row(model: str, machine: Machine, rows: int, recompute: bool) -> tuple[Cell, ...]:
-    """One process of ``full_shard`` over messages: the mean of all ranks."""
+    """A process of ``full_shard`` over messages: the mean of all ranks, each at its own peak."""
     world = machine.per_host
     with Workers(world, _train, model, rows, recompute) as workers:
         loaded = all(workers.receive())  # the group exists, the model does not
         start = sum(held_by(each.pid or 0, "Pss:") for each in workers.processes) / world
-        peak = max(sum(each) for each in samples(workers, "Pss:")) / world
-        workers.receive()
+        peak = sum(workers.receive()) / world
     forecast = forecast_of(task_of(model, rows), machine, "full_shard", recompute=int(recompute))
     accelerator = machine.accelerator
     if loaded:  # the model's library imports torch's compiler, so ``start`` has it
@@ -103,5 +102,5 @@ def _train(worker: Worker, model: str, rows: int, recompute: bool) -> None:
             task.loss(net, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        worker.send("trained")
+        worker.send(held_at_most())
         dist.barrier()

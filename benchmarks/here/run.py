@@ -35,7 +35,7 @@ PEAK_NOTES = """
 start      proportional set size of a rank before the model is there, its libraries loaded; mean
 tensors    what lives at once at most, by the forecast
 forecast   start, and what a process comes to hold: the engine's pages, and blocks of the C library
-peak       proportional set size at most while three steps are taken, of all ranks together; mean
+peak       proportional set size of a rank at most in its first three steps, by the kernel; mean
 """.strip().splitlines()
 WANTED = 5  # per cent
 
