@@ -34,10 +34,6 @@ OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 OUTSIDE = "(no unit)"  # the loss, and modules without parameters
 MOST_LINES = 8  # of an explanation, by kind and by unit
-ANEW = 0.6
-"""Of blocks of the largest size that pass while autograd records, the part for which glibc takes
-new memory: what autograd keeps lies beside the holes of the others. Of a decoder and of a GPT-2, 65
-of 104: docs/planning.md."""
 FIRST_STEP = 18 << 20  # bytes that a process's first step loads and makes beside tensors
 _COUNTED = POOLED | {Kind.ACTIVATIONS}  # by ``process`` otherwise
 
@@ -94,10 +90,11 @@ class Heap(NamedTuple):
     def held(self, kept: float) -> int:
         """Bytes of all at most, holes included; ``kept``: see ``MemoryForecast.process``.
 
-        What is saved fills holes of the forward pass; what passes later fills the others.
+        Objects of autograd lie between what the forward pass saves, and between what it frees where
+        it saves little; the holes beside them are too small for other blocks.
         """
-        holes = max((1 + kept) * self.passing, ANEW * self.passed - self.saved)
-        return self.blocks + self.mapped + int(kept * self.saved + holes)
+        holes = kept * max(self.saved, self.passed)
+        return self.blocks + self.mapped + self.passing + int(holes)
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class MemoryForecast:
         passes seldom fits where blocks of other sizes were, and has memory of its own.
 
         Args:
-            kept: of blocks, the part that the C library has in holes beside them.
+            kept: of blocks of the forward pass, the part that the C library has in holes.
         """
         lasting = sum(n for kind, n in self.most.items() if kind not in _COUNTED)
         return lasting + self.pooled + self.heap.held(kept) + FIRST_STEP
