@@ -67,7 +67,7 @@ NEVER = {  # beside the floors
     "checkpoint": {"recipe"},
     "convert": {"recipe", "dialects", "setup"},
 }
-NUMBERS_OF_COMM = {"codec", "grid", "machine", "reduction"}  # the rest of it has peers
+NUMBERS_OF_COMM = {"codec", "grid", "machine", "pages", "reduction"}  # the rest of it has peers
 MAY_IMPORT_TORCH_DISTRIBUTED = {
     *("comm", "launch", "integrations", "convert/dcp_export", "runtime/other_engines"),
     "doctor/rivals",

@@ -17,6 +17,7 @@ from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Comm
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.plan.draw import draw
+from shardwise.plan.forecast import holdings
 from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.memory import FIRST_STEP, Heap, MemoryForecast, forecast
 from shardwise.plan.forecast.observe import observe
@@ -274,11 +275,22 @@ def test_holes_are_a_part_of_what_is_saved_or_passed() -> None:
     heap = Heap(blocks=100, mapped=7, saved=20, passing=10, passed=200)
     assert heap.held(kept=0.25) == 117 + 50
     assert heap._replace(saved=400).held(kept=0.25) == 117 + 100
+    assert heap._replace(engine=59).held(kept=0.25) == 117 + 50  # it fills them
+    assert heap._replace(engine=61).held(kept=0.25) == 107 + 61
+
+
+def test_the_engines_small_tensors_lie_in_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _ = of_decoder()
+    assert 0 < memory.heap.engine <= memory.most[Kind.GRADIENTS] + memory.most[Kind.COMMUNICATION]
+    monkeypatch.setattr(holdings, "LARGE", 1)
+    large, _ = of_decoder()
+    assert large.heap.engine == 0
+    assert memory.pooled < large.pooled <= memory.pooled + memory.heap.engine
 
 
 def test_blocks_that_a_layer_maps_leave_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     small, _ = of_decoder()
     monkeypatch.setattr(nn.Linear, "maps_from", 1, raising=False)
     large, _ = of_decoder()
-    assert large.heap == (0, small.heap.blocks, 0, 0, 0)
+    assert large.heap == (0, small.heap.blocks, 0, 0, 0, small.heap.engine)
     assert large.process(0.5) < small.process(0.0)

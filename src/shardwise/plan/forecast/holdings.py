@@ -15,6 +15,7 @@ import torch
 
 from shardwise.comm.codec import QUANTISED, wire_nbytes
 from shardwise.comm.grid import Axis
+from shardwise.comm.pages import LARGE
 from shardwise.plan.schedule.events import Event, Op
 from shardwise.plan.spec import BucketSpec
 
@@ -36,6 +37,8 @@ class Kind(StrEnum):
 
 POOLED = frozenset({Kind.GATHERED, Kind.BUCKETS, Kind.GRADIENTS, Kind.COMMUNICATION})
 """On CPU, uses of the engine's own pages (``comm.pages``), which keeps what it has had at most."""
+IN_HEAP = frozenset({Kind.GRADIENTS, Kind.COMMUNICATION})
+"""Of these, uses whose small tensors lie in the C library's heap: activations go as they come."""
 
 
 class Use(NamedTuple):
@@ -53,7 +56,8 @@ class Ledger:
         uses: now.
         now, in_host: the sums of those on the device, and of those in host memory beside it.
         most: bytes of each kind on the device at most so far.
-        pooled: bytes of the kinds in ``POOLED`` together, at most so far.
+        pooled: bytes of the kinds in ``POOLED`` together, at most so far, without
+        small: those smaller than ``comm.pages.LARGE`` of the kinds in ``IN_HEAP``, at most so far.
         peak: bytes on the device at most since it was last set.
         at_peak: the uses when the device held more than ever before.
     """
@@ -63,7 +67,7 @@ class Ledger:
         self.now = self.in_host = self.peak = 0
         self.most: Counter[Kind] = Counter()
         self.at_peak: dict[Use, int] = {}
-        self.pooled = self._in_pool = 0
+        self.pooled = self.small = self._in_pool = self._in_heap = 0
         self._kinds: Counter[Kind] = Counter()
         self._ever = 0
 
@@ -77,7 +81,10 @@ class Ledger:
         self.peak = max(self.peak, self.now)
         self._kinds[use.kind] += nbytes
         self.most[use.kind] = max(self.most[use.kind], self._kinds[use.kind])
-        if use.kind in POOLED:
+        if use.kind in IN_HEAP and abs(nbytes) < LARGE:
+            self._in_heap += nbytes
+            self.small = max(self.small, self._in_heap)
+        elif use.kind in POOLED:
             self._in_pool += nbytes
             self.pooled = max(self.pooled, self._in_pool)
         if self.now > self._ever:

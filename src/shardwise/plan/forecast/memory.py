@@ -34,7 +34,7 @@ OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 OUTSIDE = "(no unit)"  # the loss, and modules without parameters
 MOST_LINES = 8  # of an explanation, by kind and by unit
-FIRST_STEP = 18 << 20  # bytes that a process's first step loads and makes beside tensors
+FIRST_STEP = 26 << 20  # bytes that a process's first step loads and makes beside tensors
 _COUNTED = POOLED | {Kind.ACTIVATIONS}  # by ``process`` otherwise
 
 
@@ -69,6 +69,7 @@ class Heap(NamedTuple):
         blocks, mapped: bytes at most of storages below the threshold, which leave holes; of others.
         saved, passing: bytes of the former that the backward pass frees, and as in ``StepWork``.
         passed: bytes that the forward pass frees; of the largest size of each span.
+        engine: bytes of small tensors of the engine at most, which fill holes.
     """
 
     blocks: int = 0
@@ -76,6 +77,7 @@ class Heap(NamedTuple):
     saved: int = 0
     passing: int = 0
     passed: int = 0
+    engine: int = 0
 
     @classmethod
     def of(cls, work: StepWork) -> Heap:
@@ -93,8 +95,8 @@ class Heap(NamedTuple):
         Objects of autograd lie between what the forward pass saves, and between what it frees where
         it saves little; the holes beside them are too small for other blocks.
         """
-        holes = kept * max(self.saved, self.passed)
-        return self.blocks + self.mapped + self.passing + int(holes)
+        holes = self.passing + int(kept * max(self.saved, self.passed))
+        return self.blocks + self.mapped + max(self.engine, holes)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class MemoryForecast:
         moments: all events and spans, in order.
         uses: bytes at the peak, and those in host memory then; the largest first.
         most: bytes of each kind on the device at most, at any moment.
-        pooled: bytes of those of the engine's pages at most, at any moment.
+        pooled: bytes of those in the engine's pages at most, at any moment.
         heap: activations as a process on CPU holds them.
     """
 
@@ -194,7 +196,7 @@ def forecast(
     walk = _Walk(blueprint, optimizer)
     moments = tuple(walk.through(order, work, mode))
     uses = sorted(walk.ledger.at_peak.items(), key=lambda item: item[1], reverse=True)
-    heap = Heap() if work is None else Heap.of(work)
+    heap = (Heap() if work is None else Heap.of(work))._replace(engine=walk.ledger.small)
     return MemoryForecast(moments, tuple(uses), walk.ledger.most, walk.ledger.pooled, heap)
 
 
