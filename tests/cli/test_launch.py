@@ -132,6 +132,17 @@ def test_a_file_for_each_launcher(
     said(capsys, "my.yaml", option, "--overwrite")
 
 
+@pytest.mark.parametrize("option", ["--slurm", "--k8s"])
+def test_a_job_has_a_name_that_launchers_take(
+    capsys: pytest.CaptureFixture[str], here: Path, option: str
+) -> None:
+    (here / "réci pe.yaml").write_text(RECIPE, "utf-8")
+    name = said(capsys, "réci pe.yaml", option).split()[-1]
+    text = (here / name).read_text("utf-8")
+    assert name.startswith("r-ci-pe.")
+    assert "--job-name=r-ci-pe\n" in text or "\n  r-ci-pe.yaml: " in text
+
+
 def test_a_file_with_the_token_is_for_its_owner_alone(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:

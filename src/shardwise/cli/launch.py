@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import secrets
 import shutil
 import subprocess
@@ -91,7 +92,7 @@ def _plan(recipe: Recipe, arguments: tuple[str, ...], config: LaunchConfig) -> L
         address = chosen[0].address if chosen else ""
     return LaunchPlan(
         arguments=arguments,
-        name=path_of(arguments[0]).stem,
+        name=_name(path_of(arguments[0])),
         nodes=config.nodes,
         nproc=nproc,
         device=device,
@@ -102,6 +103,11 @@ def _plan(recipe: Recipe, arguments: tuple[str, ...], config: LaunchConfig) -> L
         token=os.environ.get(RUN_TOKEN) or secrets.token_hex(16),
         variables=_interface_variables(device, config.interface),
     )
+
+
+def _name(recipe: Path) -> str:
+    """A name for files and jobs that no launcher has to be given in quotes."""
+    return re.sub(r"[^\w.-]+", "-", recipe.stem, flags=re.ASCII).strip("-") or "shardwise"
 
 
 def _interface_variables(device: str, interface: str | None) -> dict[str, str]:
@@ -250,7 +256,8 @@ def _ray(plan: LaunchPlan, options: LaunchOptions) -> None:
 
 def _k8s(plan: LaunchPlan, options: LaunchOptions) -> None:
     recipe = path_of(plan.arguments[0])
-    text = kubernetes.manifests(plan, (recipe.name, recipe.read_text("utf-8")), options.image)
+    named = f"{plan.name}{recipe.suffix}", recipe.read_text("utf-8")
+    text = kubernetes.manifests(plan, named, options.image)
     path = _write(f"{plan.name}.k8s.yaml", text, options)
     path.chmod(0o600)  # it has the token
     click.echo(f"wrote     {path}: kubectl apply -f {path}")
