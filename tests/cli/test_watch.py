@@ -66,6 +66,14 @@ def test_watching_ends_with_the_run(
     assert "finished" in capsys.readouterr().out
 
 
+def test_a_run_that_prepares_its_data_has_no_log_and_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Folder.locked(tmp_path / "run"):
+        run_watch(tmp_path / "run", once=True)
+    assert "preparing data" in capsys.readouterr().out
+
+
 def test_one_frame_is_printed_as_plain_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

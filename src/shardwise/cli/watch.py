@@ -14,7 +14,7 @@ from rich.text import Text
 from shardwise.cli.format_records import clock
 from shardwise.plan.printed import size
 from shardwise.report.run import Run, read_run
-from shardwise.train.folder import is_locked
+from shardwise.train.folder import METRICS, is_locked
 from shardwise.train.records import plural
 
 EVERY = 1.0  # seconds between two frames
@@ -36,7 +36,8 @@ PHASES = {
 
 def run_watch(path: Path, once: bool) -> None:
     """Show the run in ``path`` until it ends, or one frame."""
-    run, is_running = read_run(path), is_locked(path)
+    is_running = is_locked(path)
+    run = _read(path, is_running)
     if once:
         Console(highlight=False).print(frame(run, is_running, time.time()))
         return
@@ -44,8 +45,15 @@ def run_watch(path: Path, once: bool) -> None:
         while is_running:
             time.sleep(EVERY)
             is_running = is_locked(path)  # first: then the file has all that the run has written
-            run = read_run(path)
+            run = _read(path, is_running)
             live.update(frame(run, is_running, time.time()), refresh=True)
+
+
+def _read(path: Path, is_running: bool) -> Run:
+    """The run in ``path``; one that still prepares its data has no log."""
+    if is_running and not (path / METRICS).exists():
+        return Run(path.resolve().name, (), {}, None)
+    return read_run(path)
 
 
 def frame(run: Run, is_running: bool, now: float) -> Table:
