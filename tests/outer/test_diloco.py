@@ -320,6 +320,7 @@ def test_a_worker_with_another_token_is_refused() -> None:
         ({"workers": ["10.0.0.1:1", "10.0.0.2:1"], "worker": 0}, "openssl rand"),
         ({"workers": ["127.0.0.1:1"], "worker": 1}, "from 0 to 0"),
         ({"workers": ["somewhere"], "worker": 0}, "HOST:PORT"),
+        ({"workers": ["127.0.0.1:1"] * 2, "worker": 0}, "each needs an address of its own"),
         ({"workers": ["192.0.2.1:9999"], "worker": 0, "token": "x"}, "cannot listen"),
     ],
 )

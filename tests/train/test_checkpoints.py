@@ -374,6 +374,9 @@ def test_what_is_no_checkpoint_of_the_trainer_is_refused(tmp_path: Path, watched
     )
     with pytest.raises((ConfigError, CheckpointError), match="it has no step of a run"):
         watched.run(new, 1)
+    (Path(first.run.folder) / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"`shardwise train`: nothing is there\."):
+        watched.run(new, 1)
 
 
 def test_what_cannot_be_read_is_not_taken_for_a_checkpoint_of_no_run(

@@ -320,6 +320,8 @@ def _place(
             f"worker is {worker}, and workers names {len(addresses)} addresses, so it must be from "
             f"0 to {len(addresses) - 1}."
         )
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"workers are {', '.join(workers)}; each needs an address of its own.")
     secret = run_token() if token is None else token
     if not secret and any(not host.startswith("127.") for host, _ in addresses):
         raise ConfigError(

@@ -375,9 +375,10 @@ def _read_bytes(file: Path) -> bytes | None:
 
 
 def _not_of_a_run(path: Path) -> ConfigError:
+    why = "it has no step of a run" if path.exists() else "nothing is there"
     return ConfigError(
-        f"{path} is not a checkpoint of `shardwise train`: it has no step of a run. Name another "
-        "in checkpoint.resume."
+        f"{path} is not a checkpoint of `shardwise train`: {why}. Name another in "
+        "checkpoint.resume."
     )
 
 
