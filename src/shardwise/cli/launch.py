@@ -24,7 +24,7 @@ from shardwise.comm.machine.interfaces import Interface, interface_to, interface
 from shardwise.errors import ConfigError
 from shardwise.launch import kubernetes, mpi, ray, sky, slurm, torchrun
 from shardwise.launch.host_file import Host, parse_hosts
-from shardwise.launch.launcher import available_cores
+from shardwise.launch.launcher import threads_of_ranks
 from shardwise.launch.plan import RUN_TOKEN, LaunchPlan, cleaned, node_rank, preset, resolved, shell
 from shardwise.recipe.launch_config import LaunchConfig
 from shardwise.recipe.read import read_recipe
@@ -148,7 +148,7 @@ def _torchrun(plan: LaunchPlan, options: LaunchOptions) -> None:
             "this host has no address that others can reach, so where the ranks meet is not "
             "known. Pass --address with that of node 0."
         )
-    plan = replace(plan, variables=_threads(plan) | plan.variables)
+    plan = replace(plan, variables=threads_of_ranks(plan.nproc) | plan.variables)
     if options.start:
         _start_node(plan, options.node_rank)
     here = interface_to(plan.address)
@@ -169,12 +169,6 @@ def _torchrun(plan: LaunchPlan, options: LaunchOptions) -> None:
         own = replace(plan, variables=found | plan.variables)
         click.echo(f"  {torchrun.line(own, node)}")
     click.echo("\nThe same lines resume the run. The token is secret: it lets a process join.")
-
-
-def _threads(plan: LaunchPlan) -> dict[str, str]:
-    """Threads of each rank: as this shell says, or its part of the cores."""
-    cores = str(max(1, available_cores() // plan.nproc))
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", cores)}
 
 
 def _where(address: str, here: Interface | None) -> str:
@@ -222,7 +216,7 @@ def _mpi(plan: LaunchPlan, _: LaunchOptions) -> None:
         raise ConfigError("there is no mpirun here; install Open MPI (apt install openmpi-bin).")
     is_local = plan.nodes == 1
     local = {"GLOO_SOCKET_IFNAME": "lo"} if is_local and platform.system() == "Linux" else {}
-    variables = _threads(plan) | local | plan.variables
+    variables = threads_of_ranks(plan.nproc) | local | plan.variables
     plan = replace(plan, address="" if is_local else plan.address, variables=variables)
     words = mpi.words(plan, sys.executable, _topology(), os.geteuid() == 0)
     _become(words, mpi.environment(plan))

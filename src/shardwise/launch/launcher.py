@@ -343,9 +343,15 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_of_ranks(ranks: int) -> dict[str, str]:
+    """The variable of each rank's threads: as the user has set it, or its part of the cores."""
+    cores = str(max(1, available_cores() // ranks))
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", cores)}
+
+
 def default_environment(ranks: int) -> dict[str, str]:
     """Further environment variables of a rank, without those that the user has set."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // ranks))}
+    wanted = threads_of_ranks(ranks)
     if platform.system() in LOOPBACK:
         # Otherwise gloo listens on the address that the host's name resolves to.
         wanted["GLOO_SOCKET_IFNAME"] = LOOPBACK[platform.system()]
