@@ -24,6 +24,17 @@ def test_what_no_candidate_says_is_as_it_is_written(tmp_path: Path) -> None:
     assert chosen_by(recipe) == Candidate("zero1", 1, recompute=2, written=written)
 
 
+def test_a_moving_average_is_state_of_the_optimizer(tmp_path: Path) -> None:
+    recipes = tiny_recipe(tmp_path), tiny_recipe(tmp_path, "optimizer.ema=0.9")
+    model, machine = model_of(recipes[0], 300), known().machine("L4", 1)
+    plain, averaged = (
+        Planner(question_of(recipe, model, machine, 1)).forecast(Candidate("full_shard", 12))
+        for recipe in recipes
+    )
+    more = averaged.memory.by_kind["optimizer"] - plain.memory.by_kind["optimizer"]
+    assert more == sum(4 * param.numel() for param in model.parameters())
+
+
 def test_a_loss_in_the_head_computes_the_same_and_keeps_less(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, "batch.micro=6", "data.context=256")
     machine = known().machine("L4", 2)

@@ -16,6 +16,7 @@ from shardwise.config.prefetch import Prefetch
 from shardwise.hf.labelled import head_of
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine
+from shardwise.plan.forecast.memory import AVERAGED
 from shardwise.plan.forecast.question import Question
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shard_arguments import shard_arguments
@@ -45,14 +46,14 @@ def question_of(recipe: Recipe, model: nn.Module, machine: Machine, ranks: int) 
     arguments = shard_arguments(recipe.sharding)
     rest = {key: value for key, value in arguments.items() if key not in BY_CANDIDATES}
     options = {"use_cache": False} if recipe.model.source is not None else {}
-    length = recipe.data.context
+    length, averaged = recipe.data.context, recipe.optimizer.ema is not None
     return Question(
         model,
         lambda rows: ((torch.zeros(rows, length, dtype=torch.int64),), options),
         machine,
         ranks,
         recipe.batch.rows,
-        recipe.optimizer.name.removeprefix("paged_"),
+        recipe.optimizer.name.removeprefix("paged_") + AVERAGED * averaged,
         {**rest, "blocksize": blocksize_of(recipe.optimizer.name)},
         loss=cross_entropy,
     )

@@ -175,11 +175,19 @@ def test_rows_that_ranks_cannot_share_are_refused() -> None:
         ask(question(rows=12))
 
 
-def test_the_front_door_is_called_plan() -> None:
+@pytest.mark.parametrize(
+    ("machine", "options", "fact"),
+    [
+        ("8xH1000", {}, "nearest is 'H100"),
+        ("8xH100", {"optimizer": "adam"}, "choose one of 'adamw', "),
+        ("8xH100", {"hosts": 0}, "hosts is 0; it is a number from 1 on"),
+    ],
+)
+def test_the_front_door_is_called_plan(machine: str, options: dict[str, Any], fact: str) -> None:
     import shardwise as sw
 
-    with pytest.raises(ConfigError, match=r"nearest is 'H100"):
-        sw.plan(decoder(), "8xH1000", inputs)
+    with pytest.raises(ConfigError, match=fact):
+        sw.plan(decoder(), machine, inputs, **options)
 
 
 @pytest.mark.parametrize("text", ["H100", "0xH100", "xH100"])

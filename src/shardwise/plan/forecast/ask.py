@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from shardwise.config.precision import Precision
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
+from shardwise.errors.arguments import checked
 from shardwise.plan.forecast.advice import Advice, Situation, advise
 from shardwise.plan.forecast.candidate import WIRES, Candidate, candidates, savings
 from shardwise.plan.forecast.machine import Link, known
@@ -38,6 +40,7 @@ def devices(text: str) -> tuple[int, str]:
     return int(match[1]), match[2].strip()
 
 
+@checked
 def plan(
     model: nn.Module,
     machine: str,
@@ -46,7 +49,7 @@ def plan(
     hosts: int = 1,
     link: str | None = None,
     rows: int | None = None,
-    optimizer: str = "adamw",
+    optimizer: Literal["adamw", "adamw_8bit", "sgd", "momentum"] = "adamw",
     wrap: Wrap | None = None,
     precision: Precision = Precision(),
     loss: Loss = loss_of,
@@ -61,15 +64,18 @@ def plan(
             of tensors only shapes and dtypes matter.
         hosts, link: how many there are, and what connects them: a name, or ``"400Gb/s"``.
         rows: of a step, over all ranks; ``None``: one micro-batch of each rank.
-        optimizer: ``"adamw"``, ``"adamw_8bit"``, ``"sgd"`` or ``"momentum"``.
+        optimizer: torch's, or bitsandbytes' with 8 bits; ``"momentum"``: SGD with it.
         wrap, precision: as of ``shard()``.
         loss: of what the model returns.
         tokens: of the whole run.
 
     Raises:
-        ConfigError: no such accelerator or link, or rows that the ranks cannot share.
+        ConfigError: no such accelerator, link or optimizer, or rows that ranks cannot share.
         ScheduleError: the model looks at values, which the meta device does not have.
     """
+    for option, number in {"hosts": hosts, "rows": rows, "tokens": tokens}.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{option} is {number}; it is a number from 1 on.")
     per_host, name = devices(machine)
     question = Question(
         model,

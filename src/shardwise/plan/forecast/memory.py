@@ -31,6 +31,7 @@ from shardwise.plan.spec import BucketSpec
 
 OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 """Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
+AVERAGED = "+ema"  # after the optimizer's name: with a moving average of the parameters
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 OUTSIDE = "(no unit)"  # the loss, and modules without parameters
 MOST_LINES = 8  # of an explanation, by kind and by unit
@@ -190,7 +191,7 @@ def forecast(
     Args:
         order: the cues of the step; where there is ``work``, its own.
         work: ``None``: the engine's memory alone.
-        optimizer: its name; see ``OPTIMIZERS``.
+        optimizer: its name; see ``OPTIMIZERS`` and ``AVERAGED``.
         mode: as of a schedule; ``work`` is that of a pass with gradients.
     """
     walk = _Walk(blueprint, optimizer)
@@ -277,6 +278,9 @@ def state_nbytes(spec: BucketSpec, shards: Mapping[str, Tensor], optimizer: str)
 
 def _state_of(optimizer: str, numel: int, shard: Tensor) -> int:
     """Bytes of one rank's part of ``numel`` elements."""
+    if optimizer.endswith(AVERAGED):  # in float32 at least
+        average = shard.numel() * max(4, shard.itemsize)
+        return average + _state_of(optimizer.removesuffix(AVERAGED), numel, shard)
     if optimizer == "adamw_8bit":  # codes, and a scale in float32 for each block; or float32
         part = shard.numel()
         return 2 * (part + 4 * blocks(part) if numel >= LEAST_8_BITS else 4 * part)

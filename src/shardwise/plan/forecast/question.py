@@ -29,7 +29,7 @@ class Question:
         machine: of the ranks.
         ranks: how many there are.
         rows: of a step, over all ranks; ``None``: one micro-batch of each rank.
-        optimizer: its name.
+        optimizer: its name; see ``memory.OPTIMIZERS`` and ``memory.AVERAGED``.
         arguments: of ``shard()`` that no candidate chooses, such as ``wrap`` and ``precision``.
         kernels: the software that computes.
         loss: of what the model returns.
