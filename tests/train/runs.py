@@ -85,6 +85,8 @@ class Watched:
             world, lambda comm: train(recipe, comm, emit, ask(comm), foresight=foresight)
         )
         assert len({(o.step, o.stopped, o.save_error) for o in outcomes}) == 1
+        for ahead in [key for key in self.trained if key[0] > outcomes[0].step]:
+            del self.trained[ahead]  # the rows of a step were got, and it was not taken
         return outcomes[0]
 
     def killed(self, recipe: Recipe, world: int, at: tuple[int, int, int]) -> None:

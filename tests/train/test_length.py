@@ -136,6 +136,9 @@ def test_a_run_whose_validations_do_not_improve_ends_and_stays_ended(
     assert watched.run(patient, world=2).step == 4
     assert losses(patient) == before
     assert watched.run(tiny_recipe(tmp_path, *early[:2], "run.patience=4"), world=1).step == 6
+    (tmp_path / "unsaved").mkdir()
+    unsaved = tiny_recipe(tmp_path / "unsaved", *early, "checkpoint.save_every=0")
+    assert [watched.run(unsaved, world=1).step for _ in range(2)] == [4, 4]
 
 
 def test_results_have_the_names_and_values_that_trainer_writes(

@@ -121,7 +121,12 @@ def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
 
 
 def _is_long_enough(finished: int, earlier: Mapping[str, Any], recipe: Recipe) -> bool:
-    """Has the finished run all steps or epochs? How many steps an epoch has is not known yet."""
+    """Has the finished run all steps or epochs? How many steps an epoch has is not known yet.
+
+    The same recipe asks for no more, also where ``run.patience`` or the text ended it.
+    """
+    if flatten(earlier) == flatten(recipe.model_dump(mode="json")):
+        return True
     if recipe.run.epochs is None:
         return finished >= recipe.run.steps
     epochs = flatten(earlier).get("run.epochs")
