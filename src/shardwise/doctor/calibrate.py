@@ -38,7 +38,7 @@ LAYERS, WIDTH, PARAMETERS = (8, 32), 32, 6  # of models so small that the host t
 ELEMENTWISE = 512, 512, 4  # rows, width and layers
 SENT = (2**12, 2**24)  # bytes of a collective, for latency and bandwidth
 ROUNDS = 20
-# Of blocks that are saved or pass: glibc's holes beside them, in steps of a decoder and a Llama:
+# Of blocks of the forward pass: glibc's holes beside them, in steps of three models:
 # docs/planning.md.
 KEPT = 0.25
 
