@@ -51,6 +51,7 @@ def test_every_method_has_all_its_times(rows: Rows) -> None:
     assert list(rows) == list(METHODS)
     for name, row in rows.items():
         columns = ("stall ms", "durable s") if is_async(name) else ("save s", "load s")
+        columns = columns[: 1 if name == "plain" else 2]  # nothing is loaded of that
         assert all(number(row[column]) > 0 for column in columns)
 
 

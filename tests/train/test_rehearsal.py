@@ -66,6 +66,7 @@ def test_streamed_samples_have_a_second_file_for_validation(tmp_path: Path) -> N
     path = next(path for path in RECIPES if path.stem == "llama2-70b-lora")
     overrides = ["data.streaming.streams=16", "data.validation_source=held-out.jsonl"]
     overrides += ["data.packing=true", "run.epochs=null", "sample.tokens=0"]
+    overrides += ["run.eval_every=9", "checkpoint.save_every=9"]
     small = Rehearsal(read_recipe(path, overrides), tmp_path).small()
     assert small.data.validation_source == str(tmp_path / "validation.jsonl")
     assert (small.data.streaming.streams, small.data.streaming.epochs) == (4, None)

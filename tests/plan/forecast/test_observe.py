@@ -23,11 +23,21 @@ from shardwise.recipe.model_config import ModelConfig
 from shardwise.setup.recompute import offload, recompute
 from shardwise.train.decoder import Decoder
 from tests.fake import FakeComm
-from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, mostly_frozen
+from tests.nets import (
+    NETS,
+    Batch,
+    Net,
+    decoder,
+    decoder_batch,
+    loss,
+    mostly_frozen,
+    unused_expert,
+)
 
 LLAMA = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48)
 IDS = torch.zeros(3, 16, dtype=torch.long)
-NUMBERS = 24  # bytes of numbers of Python that torch makes tensors of, which no mode sees
+NUMBERS = 48  # bytes of numbers of Python that torch makes tensors of, which no mode sees: 6 scales
+OBSERVED = [net for net in NETS if net.build is not unused_expert]  # which looks at values
 EVERY = [None, ActivationCheckpointing(), ActivationCheckpointing(offload=True)]
 
 
@@ -60,7 +70,8 @@ def kept(forward: Callable[[], Tensor]) -> int:
     with profile(use_kineto=False, profile_memory=True) as events:
         held = forward()
     assert held.requires_grad
-    return sum(event.self_cpu_memory_usage for event in events.function_events)
+    unused = held.untyped_storage().nbytes() - held.nbytes  # where the mean of squares was computed
+    return sum(event.self_cpu_memory_usage for event in events.function_events) - unused
 
 
 # ---- operations --------------------------------------------------------------------------------
@@ -81,7 +92,7 @@ def test_the_operations_of_a_llama_are_those_of_the_formula() -> None:
     assert block.forward.flops == projections + mlp + attended
 
 
-@pytest.mark.parametrize("net", NETS, ids=str)
+@pytest.mark.parametrize("net", OBSERVED, ids=str)
 def test_the_operations_of_any_net_are_those_that_torch_counts(net: Net) -> None:
     model, batch = net.build(), net.batch(0, 2)
     with FlopCounterMode(display=False) as counter:
@@ -128,7 +139,7 @@ def test_the_bytes_kept_are_those_of_a_real_step(
     assert (in_host > 0) is (checkpointing is EVERY[2])
 
 
-@pytest.mark.parametrize("net", NETS, ids=str)
+@pytest.mark.parametrize("net", OBSERVED, ids=str)
 def test_the_bytes_that_any_net_keeps_are_those_of_a_real_step(net: Net) -> None:
     model, batch = net.build(), net.batch(0, 2)
     work, real = of_net(model, batch), kept(lambda: loss(model, batch))
