@@ -28,9 +28,11 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_a_recipe_is_judged_as_it_is_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    written = tmp_path / "new.yaml"
+    small, written = tmp_path / "demo.yaml", tmp_path / "new.yaml"
+    demo = Path("recipes/demo.yaml").read_text("utf-8")
+    small.write_text(demo.replace("layers: 4", "layers: 1"))
     asked = ("--gpus", "4xL4", "--strategy", "zero1", "--why", "peak", "--write", str(written))
-    code, out, _ = plan(capsys, "recipes/demo.yaml", *asked, "--micro-batch", "4")
+    code, out, _ = plan(capsys, str(small), *asked, "--micro-batch", "4")
     assert code == 0
     first, second, *_ = out.splitlines()
     assert first.startswith("FITS on 4 × L4 24 GB: peak ")

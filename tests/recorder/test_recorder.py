@@ -55,6 +55,11 @@ MORE |= {
 }
 
 
+SOME = list(FAULTS)[::3]
+OTHERS = [name for name in FAULTS if name not in SOME]
+prove = pytest.mark.prove
+
+
 def check(program: Program, own_stream: bool = False) -> None:
     """It waits for all that it needs, and computes what it computes where nothing is late."""
     expected = plainly(program)
@@ -68,13 +73,13 @@ def test_a_program_waits_for_all_that_it_needs(program: Program) -> None:
     check(program)
 
 
-@pytest.mark.prove
+@prove
 @pytest.mark.parametrize("program", MORE.values(), ids=MORE)
 def test_so_does_one_of_every_kind(program: Program) -> None:
     check(program)
 
 
-@pytest.mark.prove
+@prove
 @pytest.mark.parametrize("ahead", range(64))
 def test_so_does_a_recomputation_wherever_the_numbers_of_the_thread_are(ahead: int) -> None:
     check(Program(recomputes="reentrant", ahead=ahead, micro=1))
@@ -84,7 +89,7 @@ def test_a_program_may_compute_in_a_stream_of_its_own() -> None:
     check(Program(options=ALL), own_stream=True)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*SOME, *[pytest.param(name, marks=prove) for name in OTHERS]])
 def test_a_planted_fault_is_found(name: str) -> None:
     fault = FAULTS[name]
     with fault.plant():

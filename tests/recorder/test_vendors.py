@@ -134,7 +134,9 @@ def run_all(
 
 @pytest.mark.spawn
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("proved", [["xpu"], pytest.param(["hpu"], marks=pytest.mark.prove)])
+@pytest.mark.parametrize(
+    "proved", [[], *[pytest.param([name], marks=pytest.mark.prove) for name in MODULES]], ids=str
+)
 def test_programs_end_as_on_a_cpu_and_wait_for_all_that_they_need(
     tmp_path: Path, proved: list[str]
 ) -> None:

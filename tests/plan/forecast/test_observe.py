@@ -70,7 +70,9 @@ def kept(forward: Callable[[], Tensor]) -> int:
     with profile(use_kineto=False, profile_memory=True) as events:
         held = forward()
     assert held.requires_grad
-    unused = held.untyped_storage().nbytes() - held.nbytes  # where the mean of squares was computed
+    unused: int = (
+        held.untyped_storage().nbytes() - held.nbytes
+    )  # where the mean of squares was computed
     return sum(event.self_cpu_memory_usage for event in events.function_events) - unused
 
 
