@@ -73,7 +73,8 @@ def kept(forward: Callable[[], Tensor]) -> int:
     unused: int = (
         held.untyped_storage().nbytes() - held.nbytes
     )  # where the mean of squares was computed
-    return sum(event.self_cpu_memory_usage for event in events.function_events) - unused
+    made: int = sum(event.self_cpu_memory_usage for event in events.function_events)
+    return made - unused
 
 
 # ---- operations --------------------------------------------------------------------------------
