@@ -157,6 +157,7 @@ def test_compiled_blocks_keep_what_products_need_and_no_more(small: Case) -> Non
     assert peak_of(compiled) < peak_of(eager)
 
 
+@pytest.mark.prove
 def test_logits_that_a_loop_holds_are_alive_until_the_step_ends(small: Case) -> None:
     peaks = {}
     wide = replace(small, shape=replace(SMALL, vocabulary=16384))
@@ -177,6 +178,7 @@ def test_more_micro_batches_take_longer_and_more_tokens(small: Case) -> None:
     assert once.seconds < four.seconds  # its gradients travel once
 
 
+@pytest.mark.prove
 def test_a_fit_finds_constants_of_rows_that_they_made(small: Case) -> None:
     accelerator = replace(small.machine.accelerator, products=0.5)
     plans = []

@@ -27,10 +27,10 @@ PROGRAMS = {
     "flat optimizer": Program("full_shard", ALL, flat=True),
     "hybrid": Program("hybrid_full", ROWS | ALL | {"precision": BF16}, raises="forward"),
     "backward raises": Program("shard_grad_op", raises="backward"),
-    "reentrant": Program(recomputes="reentrant", ahead=7),
-    "compiled": Program("zero1", {"compile": "eager", "precision": BYTES}),
 }
 MORE = {
+    "reentrant": Program(recomputes="reentrant", ahead=7),
+    "compiled": Program("zero1", {"compile": "eager", "precision": BYTES}),
     "checkpointed": Program("hybrid_shard", ROWS | {"activation_checkpointing": True}),
     "no_shard": Program("no_shard", HALF | {"precision": WIDE}),
 }

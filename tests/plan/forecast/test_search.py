@@ -79,7 +79,7 @@ def test_no_candidate_is_faster_than_was_thought_possible(rows: int | None) -> N
 
 
 def test_the_smallest_is_found_among_few() -> None:
-    every = list(candidates(8, 8, [1, 4]))[::5]
+    every = list(candidates(8, 8, [1, 4]))[::15]
     planner = planner_of()
     least = min(planner.peak(candidate).device for candidate in every)
     assert planner.peak(smallest(planner, every)).device == least
@@ -139,7 +139,12 @@ def on_a_device_of(memory: float) -> Question:
 
 
 @pytest.mark.parametrize(
-    ("memory", "status"), [pytest.param(0.9, 2, marks=pytest.mark.prove), (1.02, 3), (1.2, 0)]
+    ("memory", "status"),
+    [
+        pytest.param(0.9, 2, marks=pytest.mark.prove),
+        (1.02, 3),
+        pytest.param(1.2, 0, marks=pytest.mark.prove),
+    ],
 )
 def test_the_error_decides_what_is_promised(memory: float, status: int) -> None:
     chosen = Candidate("no_shard", 4)
