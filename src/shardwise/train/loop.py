@@ -54,7 +54,6 @@ from shardwise.train.records import (
     Stepped,
     Stopped,
     Warned,
-    plural,
 )
 from shardwise.train.requests import Request, SignalRequests, combined
 from shardwise.train.results import export, files_of
@@ -246,8 +245,8 @@ class _Loop:
     def _ended_message(self) -> str:
         if self._is_stale():
             return (
-                f"the lowest validation loss, {self._state.best:.4f}, is "
-                f"{plural(self._state.stale, 'validation')} ago (run.patience), so the run ends "
+                f"the lowest validation loss, {self._state.best:.4f}, is {self._state.stale} "
+                f"validation{'s' * (self._state.stale != 1)} ago (run.patience), so the run ends "
                 f"at step {self._steps} of {self._config.steps}."
             )
         epochs = self._job.recipe.data.streaming.epochs
