@@ -11,7 +11,7 @@ from sys import getrefcount
 
 from torch import Tensor
 
-from shardwise.torch_internals import storage_key, storage_uses, tensor_uses, untracked_views
+from shardwise.torch_internals import storage_uses, tensor_uses, untracked_views
 
 
 class KeptMean:
@@ -32,7 +32,7 @@ class KeptMean:
             return None
         mean, views, uses = self._last
         here = {*map(getrefcount, views)} == {_ALONE} and {*map(tensor_uses, views)} == {1}
-        return mean if here and storage_uses(storage_key(mean)) == uses else None
+        return mean if here and storage_uses(mean) == uses else None
 
     def views(self, mean: Tensor) -> list[Tensor]:
         """``[S] →`` a view for each parameter, whose version is its own."""
@@ -41,7 +41,7 @@ class KeptMean:
         with untracked_views():
             views = self._cut(mean)
         if self._keeps:
-            self._last = mean, views, storage_uses(storage_key(mean))
+            self._last = mean, views, storage_uses(mean)
         return views
 
 

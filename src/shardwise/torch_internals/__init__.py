@@ -15,7 +15,8 @@ if __name__ == "shardwise.torch_internals":  # before the names that a newer tor
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
+from sys import getrefcount
 from types import ModuleType
 from typing import Any, cast
 
@@ -86,12 +87,14 @@ def script_as(function: Callable[..., Any], original: Callable[..., Any]) -> Non
 
 def storage_key(tensor: Tensor) -> int:
     """The same number for tensors in the same storage, also while that has no memory."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return int(tensor.untyped_storage()._cdata)
 
 
-#: ``storage_key →`` the tensors and other owners of a storage.
-storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+def storage_uses(tensor: Tensor) -> int:
+    """The owners of its storage, with those of torch's one Python object for it. Compare two."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + getrefcount(storage)
+
 
 #: ``(flat, like) → `` views of ``flat``, one after the other, in the shapes of ``like``; one call.
 split_flat: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
@@ -176,8 +179,8 @@ _ACCUMULATE_GRAD: Any = cast("Any", torch._C._functions).AccumulateGrad
 
 def identity(node: Node) -> object:
     """Return what is the node's own for life, as its object in Python is not."""
-    metadata: Any = node.metadata  # torch calls it a method, and it is a dict
-    return metadata.setdefault("shardwise", object())
+    # torch calls it a method, and it is a dict
+    return cast("Any", node.metadata).setdefault("shardwise", object())
 
 
 def is_accumulate_grad(node: Node) -> bool:
@@ -190,9 +193,8 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def after_accumulation(param: nn.Parameter) -> Any:
-    """The hooks that ``register_post_accumulate_grad_hook`` adds to: a dict, or ``None``."""
-    return param._post_accumulate_grad_hooks
+#: The hooks that ``register_post_accumulate_grad_hook`` adds to: a dict, or ``None``.
+after_accumulation: Callable[[nn.Parameter], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 
 def set_after_accumulation(param: nn.Parameter, hooks: Any) -> None:

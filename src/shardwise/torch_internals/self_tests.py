@@ -66,9 +66,9 @@ def _rules_of_tensors(internals: Any) -> Iterator[tuple[str, bool]]:
     base.untyped_storage().resize_(0)
     yield "a storage is known without its memory", internals.storage_key(base) == key
     param, grad = nn.Parameter(torch.ones(4)), torch.ones(4)
-    uses = [internals.tensor_uses(grad), internals.storage_uses(internals.storage_key(grad))]
+    uses = [internals.tensor_uses(grad), internals.storage_uses(grad)]
     param.grad, alias = grad, grad[:2]
-    uses += internals.tensor_uses(grad), internals.storage_uses(internals.storage_key(alias))
+    uses += internals.tensor_uses(grad), internals.storage_uses(alias)
     counted = uses[0] == 1 and uses[2] > 1 and uses[3] > uses[1]
     yield "owners of a tensor and of its storage are counted", counted
     internals.set_data(param, torch.ones(2, 4))
