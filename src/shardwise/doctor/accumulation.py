@@ -37,7 +37,8 @@ def accumulated(model: nn.Module, blueprint: Blueprint, micro_batches: int) -> A
 
     def sent(mode: Mode, reduces: bool = True) -> int:
         schedule = blueprint.schedule(first, mode)
-        return sum(schedule.sent(e) for e in schedule.events if reduces or e.op is not Op.REDUCE)
+        events = (e for e in schedule.events if reduces or e.op not in (Op.REDUCE, Op.AVERAGE))
+        return sum(map(schedule.sent, events))
 
     sent_once = each = sent("train")
     if micro_batches > 1:  # those between the first and the last find what the first has gathered
