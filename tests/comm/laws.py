@@ -155,7 +155,7 @@ def a_message_may_be_the_same_for_every_rank(comm: Comm) -> list[Tensor]:
     assert comm.counters.bytes_sent == {"reduce": (comm.size - 1) * N * 4}
     for rank, piece in enumerate(received):
         assert same_bits(piece, values(rank, N, dtype))
-    return received
+    return []  # memory that is shared by processes has none
 
 
 def rows_come_in_rank_order(comm: Comm) -> list[Tensor]:
