@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from sys import getrefcount
 from typing import Any
 
 import pytest
@@ -168,6 +169,23 @@ def test_what_no_engine_averages_over_the_ranks_is_not_theirs() -> None:
     wrapped = DistributedDataParallel(ignoring)
     params = [*plain.parameters(), *wrapped.parameters()]
     assert {id(param) for param in params} & trained_by_others(params) == {id(ignoring.weight)}
+
+
+@pytest.mark.usefixtures("group")
+def test_the_search_holds_nothing_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises SystemError where a tuple grows of which somebody else holds a reference."""
+    wrapped, owners = DistributedDataParallel(nn.Linear(2, 2)), list[int]()
+    growing = (owners,)  # as another thread would be making one
+    named, params = wrapped.named_parameters, list(wrapped.parameters())
+
+    def counted() -> Iterator[tuple[str, nn.Parameter]]:
+        owners.append(getrefcount(growing))
+        return named()
+
+    monkeypatch.setattr(wrapped, "named_parameters", counted)
+    before = getrefcount(growing)
+    assert {id(param) for param in params} <= trained_by_others(params)
+    assert owners == [before]
 
 
 def test_what_torch_registers_for_other_ends_stays(group: None) -> None:

@@ -9,8 +9,9 @@ of composable APIs. Beside a sharded model, in the same process, they train thei
 from __future__ import annotations
 
 import gc
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,12 +19,12 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 
 from shardwise.errors import ConfigError
 
-_WRAPPERS = {
+_AVERAGING = (
     "torch.nn.parallel.distributed.DistributedDataParallel",
-    "torch.nn.parallel.data_parallel.DataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "deepspeed.runtime.engine.DeepSpeedEngine",
-}
+)
+_WRAPPERS = {*_AVERAGING, "torch.nn.parallel.data_parallel.DataParallel"}  # which has one process
 """By name, so that none has to be imported."""
 _COMPOSABLE = ("fully_shard", "replicate")
 
@@ -63,15 +64,26 @@ def refuse_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
 def trained_by_others(params: Iterable[nn.Parameter]) -> set[int]:
     """Return the ids of parameters whose gradients another engine averages over the ranks.
 
-    torch keeps no list of its wrappers, so the garbage collector's objects are searched.
+    torch keeps no list of its wrappers, so the garbage collector is asked what refers to their
+    classes. A list of all objects would hold tuples that other threads are about to make, which
+    then end in a ``SystemError``.
     """
     theirs = {id(param) for param in params if _is_dtensor(param)}
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module) and _averages(module):
+    imported = [(sys.modules.get(path.rpartition(".")[0]), path) for path in _AVERAGING]
+    wrappers = [getattr(module, path.rpartition(".")[2]) for module, path in imported if module]
+    kinds = {kind for wrapper in wrappers for kind in _with_subclasses(wrapper)}
+    for module in gc.get_referrers(*kinds):
+        if type(module) in kinds:
             ignored = vars(module).get("parameters_to_ignore", ())  # DDP's, by names inside it
             named = module.named_parameters()
             theirs |= {id(p) for name, p in named if name.removeprefix("module.") not in ignored}
     return theirs
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for other in kind.__subclasses__():
+        yield from _with_subclasses(other)
 
 
 def mark(modules: Iterable[nn.Module]) -> None:
@@ -103,11 +115,6 @@ def _wrapper(module: nn.Module) -> str:
     """The name of the engine whose wrapper this is, or ``""``."""
     kinds = type(module).__mro__
     return next((k.__name__ for k in kinds if f"{k.__module__}.{k.__name__}" in _WRAPPERS), "")
-
-
-def _averages(module: nn.Module) -> bool:
-    """Does another engine average its gradients? DataParallel has one process."""
-    return _wrapper(module) not in ("", "DataParallel") or bool(_applied(module))
 
 
 def _applied(module: nn.Module) -> str:
