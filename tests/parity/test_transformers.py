@@ -261,7 +261,8 @@ def test_parts_that_are_called_by_themselves_train_to_parity() -> None:
     recipe = Recipe(clip, captioned_picture, OPTIMIZERS["adamw"], loss=likeness, steps=3)
     plain = one_by_one(recipe, 2)
     for strategy in STRATEGIES:
-        assert_equal(on_threads(2, recipe, How(strategy)), plain, strategy)
+        for wrap in (None, sw.wrap.whole()):
+            assert_equal(on_threads(2, recipe, How(strategy, wrap)), plain, strategy)
 
 
 # --- generation ------------------------------------------------------------------------------
@@ -269,12 +270,15 @@ def test_parts_that_are_called_by_themselves_train_to_parity() -> None:
 GENERATORS = [llama, gpt2, t5]
 
 
+@pytest.mark.parametrize("wrap", [sw.wrap.automatic(), sw.wrap.whole()], ids=str)
 @pytest.mark.parametrize("build", GENERATORS)
-def test_generate_gives_the_plain_models_tokens(build: Callable[[], hf.PreTrainedModel]) -> None:
+def test_generate_gives_the_plain_models_tokens(
+    build: Callable[[], hf.PreTrainedModel], wrap: sw.wrap.Wrap
+) -> None:
     plain, models = seeded(build), [seeded(build) for _ in range(2)]
     expected = generated(plain)
     assert len(expected.unique()) > 10, "a model that repeats itself shows nothing"
-    for inside, outside in run_threads(2, generated_on_shards, models):
+    for inside, outside in run_threads(2, generated_on_shards, models, wrap):
         assert torch.equal(outside, expected)
         assert torch.equal(inside, expected)
 
@@ -295,10 +299,12 @@ def generated(model: Any) -> Tensor:
     return ids
 
 
-def generated_on_shards(comm: Comm, models: list[hf.PreTrainedModel]) -> tuple[Tensor, Tensor]:
+def generated_on_shards(
+    comm: Comm, models: list[hf.PreTrainedModel], wrap: sw.wrap.Wrap
+) -> tuple[Tensor, Tensor]:
     """Inside ``full_params()``, and as it is."""
     model = models[comm.rank]
-    sharded = sw.shard(model, comm=comm)
+    sharded = sw.shard(model, comm=comm, wrap=wrap)
     outside = generated(model)
     with sharded.full_params():
         inside = generated(model)

@@ -69,16 +69,17 @@ def joined(
 def partial_roots(
     model: nn.Module, unit_modules: Collection[nn.Module], root_params: Iterable[nn.Parameter]
 ) -> set[nn.Module]:
-    """Modules that contain units and parameters of the root's unit.
+    """Modules that contain units, or blocks, and parameters of the root's unit.
 
     They can be called without the model: the encoder in ``generate()``, one tower of two.
     """
     ids = {id(param) for param in root_params}
+    parts = {*unit_modules, *(part for group in pick_by_structure(model) for part in group)}
     return {
         module
         for module in model.modules()
         if module not in unit_modules
-        and any(part in unit_modules for part in module.modules())
+        and any(part in parts and part is not module for part in module.modules())
         and any(id(param) in ids for param in module.parameters())
     }
 
