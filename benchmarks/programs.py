@@ -69,6 +69,49 @@ def _llama(layers: int, width: int, vocabulary: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=vocabulary))
 
 
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape: dict[str, Any] = {"n_embd": 192, "n_layer": 6, "n_head": 6, "use_cache": False}
+    return Logits(
+        GPT2LMHeadModel(
+            GPT2Config(**shape, vocab_size=4_096, n_positions=128, bos_token_id=0, eos_token_id=0)
+        )
+    )
+
+
+class Translator(nn.Module):
+    """A T5 that is taught to repeat what it reads."""
+
+    def __init__(self) -> None:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        super().__init__()
+        shape: dict[str, Any] = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_heads": 4}
+        config = T5Config(**shape, num_layers=4, vocab_size=4_096, use_cache=False)
+        self.model = T5ForConditionalGeneration(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ids, ``[batch, tokens]`` → logits, ``[batch, tokens, vocabulary]``."""
+        logits: Tensor = self.model(input_ids=x, decoder_input_ids=x).logits
+        return logits
+
+
+class Recommender(nn.Module):
+    """Embeddings of categories before a small net: nearly all parameters, and no FLOP for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(20_000, 16) for _ in range(8))
+        self.net = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, 8]`` categories → logits, ``[batch, 10]``."""
+        rows = [table(x[:, number]) for number, table in enumerate(self.tables)]
+        logits: Tensor = self.net(torch.cat(rows, dim=1))
+        return logits
+
+
 def _adapted() -> nn.Module:
     import peft
 
@@ -83,6 +126,11 @@ def _classified(model: nn.Module, pair: Batch) -> Tensor:
 def _images(generator: torch.Generator, rows: int, *shape: int) -> Batch:
     pixels = torch.randn(rows, *shape, generator=generator)
     return pixels, torch.randint(10, (rows,), generator=generator)
+
+
+def _categories(generator: torch.Generator) -> Batch:
+    ids = torch.randint(20_000, (64, 8), generator=generator)
+    return ids, torch.randint(10, (64,), generator=generator)
 
 
 PROGRAMS: dict[str, Task] = {
@@ -118,5 +166,20 @@ PROGRAMS: dict[str, Task] = {
         _adapted,
         lambda g: token_batch(g, 4_096, 2, 96),
         next_token_loss,
+    ),
+    "t5": Task(
+        "T5, 4 + 4 layers of width 128",
+        Translator,
+        lambda g: token_batch(g, 4_096, 2, 64),
+        next_token_loss,
+    ),
+    "gpt2": Task(
+        "GPT-2, 6 layers of width 192, tied",
+        _gpt2,
+        lambda g: token_batch(g, 4_096, 2, 96),
+        next_token_loss,
+    ),
+    "embeddings": Task(
+        "8 embeddings of 20,000 × 16 and a small net", Recommender, _categories, _classified
     ),
 }

@@ -13,8 +13,10 @@ from shardwise.comm.protocol import Comm
 from shardwise.plan import residency
 from shardwise.plan.blueprint import draw_on
 from shardwise.plan.draw import draw
+from shardwise.plan.units import wrap as wrap_policies
 from tests.copies import equal, on_ranks, said
 from tests.nets import decoder, loss, mostly_frozen, mostly_frozen_batch
+from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES
 
 ALL = 1 << 30
@@ -162,6 +164,31 @@ def test_by_default_little_stays_where_a_second_gather_sends_bytes(
     rest = messages.device, messages.units, messages.placement, messages.options
     memory = draw_on(messages.grid._replace(shard=shard), *rest)
     assert not any(spec.kept for drawn in (alone, memory) for spec in drawn.buckets)
+
+
+def test_a_model_that_stays_whole_by_default_is_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, alone = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), {"ranks": (0, 1)}
+
+    def units(**options: Any) -> int:
+        return len(draw(model, **options).units)
+
+    for limit, number in ((8 * 288 + 256, 1), (8 * 288 - 1, 8)):  # bytes, with padding and without
+        monkeypatch.setattr(residency, "KEPT_NBYTES", limit)
+        monkeypatch.setattr(wrap_policies, "JOINED_TRAINED_NBYTES", limit)
+        assert (units(), units(strategy="shard_grad_op")) == (number, number)
+        assert (units(offload="everything"), units(unsharded=0), units(**alone)) == (number, 8, 8)
+        kept = draw(model).buckets
+        assert any(spec.placement.frees for spec in kept) == (number == 8)
+
+
+def test_ranks_that_share_memory_free_each_of_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "KEPT_NBYTES", 1 << 20)
+    monkeypatch.setattr(wrap_policies, "JOINED_TRAINED_NBYTES", 1 << 20)
+
+    def units(comm: Comm) -> int:
+        return len(sw.shard(decoder(), comm=comm).units)
+
+    assert run_threads(2, units)[0] == 1 < run_sharing(2, units)[0]
 
 
 def test_where_everything_stays_a_budget_is_refused() -> None:

@@ -35,6 +35,7 @@ from shardwise.plan import order
 from shardwise.plan.blueprint import draw_on, units_of
 from shardwise.plan.forecast.memory import MemoryForecast, forecast
 from shardwise.plan.printed import Layouts, Schedule
+from shardwise.plan.residency import stays_gathered
 from shardwise.plan.schedule.events import Mode, Order
 from shardwise.plan.units.units import Units
 from shardwise.plan.units.wrap import Wrap
@@ -72,12 +73,14 @@ class Sharded:
         self._mesh = Mesh.of(self.comm, self.placement.splits, self.shape)
         self._build()
         if self.wrap is None and self.comm.rank == 0 and self.comm.size > 1:
-            warn_of_one_unit(self.model, self.units, self.placement)
+            warn_of_one_unit(self.model, self._blueprint)
 
     def _build(self) -> None:
-        units = units_of(self.model, self.wrap, self.placement, self.options)
+        grid = self._mesh.grid
+        stays = stays_gathered(self.model, self.placement, grid.shard, self.options)
+        units = units_of(self.model, self.wrap, self.options, stays)
         given = (self.comm.device, units, self.placement, self.options)
-        self._blueprint = draw_on(self._mesh.grid, *given)
+        self._blueprint = draw_on(grid, *given)
         specs = self._blueprint.specs
         self._forwards = Forwards(self.model, units, self.options, self.comm.device)
         if self.options.compile:

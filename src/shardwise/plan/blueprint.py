@@ -86,17 +86,12 @@ class Blueprint:
         return Schedule(*step, self.buckets, plain, self.options.buffers)
 
 
-def units_of(model: nn.Module, wrap: Wrap | None, placement: Placement, options: Options) -> Units:
-    """The units of ``model``; arguments are those of ``shard()``."""
+def units_of(model: nn.Module, wrap: Wrap | None, options: Options, stays: bool) -> Units:
+    """The units of ``model``; arguments are those of ``shard()``, and ``stays_gathered()``."""
     wrap = wrap or automatic()
     if options.compile or options.activation_checkpointing:  # which is done block by block
         wrap = replace(wrap, joined_nbytes=0)
-    return choose_units(model, wrap, options.ignored, stay_gathered(placement, options.offload))
-
-
-def stay_gathered(placement: Placement, offload: str) -> bool:
-    """Do gathered parameters keep their memory on the device, so that units may be large?"""
-    return placement.resident and offload != "everything"
+    return choose_units(model, wrap, options.ignored, stays)
 
 
 def draw_on(

@@ -5,7 +5,8 @@ from its first use to its last saves one of the two gathers of ``full_shard``: i
 the next step. Of each kind the largest that fits is taken first.
 
 A gather has a cost of its own, whatever it carries. So where nobody says otherwise a few MiB stay,
-unless ranks share the memory of full buckets, where a gather moves nothing.
+unless ranks share the memory of full buckets, where a gather moves nothing. A model that has no
+more is one unit, since all of it is gathered at once anyway.
 """
 
 from __future__ import annotations
@@ -14,16 +15,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import nn
+
+from shardwise.comm.grid import Axis
 from shardwise.config.checkpointing import NamedUnits
+from shardwise.config.options import Options
+from shardwise.config.placement import Placement
 from shardwise.errors import ConfigError
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.selection import select
+from shardwise.plan.units.structure import all_nbytes
 from shardwise.plan.units.units import Units
 
 # Measured: benchmarks/RESULTS.md, "Small programs beside DDP".
 KEPT_NBYTES = 16 << 20
 
 Specs = Mapping[str, Sequence[BucketSpec]]
+
+
+def stays_gathered(model: nn.Module, placement: Placement, shard: Axis, options: Options) -> bool:
+    """Does all of a model stay on the device once gathered, so that units may be large?"""
+    is_small = options.unsharded is None and all_nbytes((model,)) <= KEPT_NBYTES
+    if placement.resident:
+        return is_small or options.offload != "everything"
+    return is_small and _sends_again(placement, shard)
 
 
 def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | None) -> Specs:
@@ -37,7 +52,7 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | Non
     """
     every = [spec for buckets in specs.values() for spec in buckets]
     if unsharded is None:
-        unsharded = KEPT_NBYTES if any(_sends_again(spec) for spec in every) else 0
+        unsharded = KEPT_NBYTES if any(_sends_again(s.placement, s.shard) for s in every) else 0
     if not unsharded:
         return specs
     if all(spec.placement.resident for spec in every):
@@ -70,9 +85,9 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | Non
     }
 
 
-def _sends_again(spec: BucketSpec) -> bool:
+def _sends_again(placement: Placement, shard: Axis) -> bool:
     """Does a second gather in a step send its bytes once more?"""
-    return not (spec.shard.shared or spec.shard.size == 1 or spec.placement.resident)
+    return not (shard.shared or shard.size == 1 or placement.resident)
 
 
 def _nbytes(spec: BucketSpec) -> int:

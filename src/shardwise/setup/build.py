@@ -26,6 +26,7 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.adapter_order import check_adapters
 from shardwise.memory.shard_tensor.unseen_calls import intercept_calls
 from shardwise.memory.sharding import sharding_of
+from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units import wrap
 from shardwise.plan.units.units import Unit, Units
@@ -107,18 +108,19 @@ def warn_of_copies(specs: Specs, world: int) -> None:
         )
 
 
-def warn_of_one_unit(model: nn.Module, units: Units, placement: Placement) -> None:
-    """Warn where a model of several layers has one unit, which is gathered whole."""
+def warn_of_one_unit(model: nn.Module, blueprint: Blueprint) -> None:
+    """Warn where a model of several layers has one unit, which is gathered whole and freed."""
+    units, frees = blueprint.units, any(spec.placement.frees for spec in blueprint.buckets)
     layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     is_small = sum(unit.nbytes for unit in units) <= wrap.JOINED_NBYTES
-    if len(units) == 1 and len(layers) > 1 and placement.frees and not is_small:
+    if len(units) == 1 and len(layers) > 1 and frees and not is_small:
         log.warning(
             "%s is one unit, since no blocks repeat in it: all %s parameters are gathered at once, "
             "and %s saves their memory only between steps. Pass wrap=sw.wrap.by_size("
             "min_num_params=100), or by_class(…) with the classes of its layers",
             type(model).__name__,
             f"{units[0].numel:,}",
-            placement.name,
+            blueprint.placement.name,
         )
 
 

@@ -29,7 +29,7 @@ from shardwise.config.options import Options
 from shardwise.config.precision import Precision
 from shardwise.config.prefetch import Prefetch
 from shardwise.config.strategies import placement_of
-from shardwise.plan.blueprint import Blueprint, draw_on, stay_gathered, units_of
+from shardwise.plan.blueprint import Blueprint, draw_on, units_of
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Accelerator, known
@@ -40,6 +40,7 @@ from shardwise.plan.forecast.rates import Rates
 from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
 from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.forecast.work import Span, StepWork
+from shardwise.plan.residency import stays_gathered
 from shardwise.plan.units.units import Units
 
 R = TypeVar("R")
@@ -203,7 +204,7 @@ class Planner:
         return cast("R", self._made[key])
 
     def _whole(self, candidate: Candidate) -> _Depth:
-        key = "stack", candidate.recompute, _stay_gathered(candidate)
+        key = "stack", candidate.recompute, self._stays(candidate)
         stack = self._once(key, lambda: self._stack(candidate))
         return _Depth(self.question.model, stack, stack.depth if stack else 0)
 
@@ -251,20 +252,33 @@ class Planner:
         return replace(drawn, policy=replace(drawn.policy, prefetch=Prefetch(ahead, ahead)))
 
     def _draw(self, candidate: Candidate, depth: _Depth) -> Blueprint:
+        device = torch.device(self.question.machine.accelerator.device)
+        options, units = self._options(candidate, depth.model), self._units(candidate, depth)
+        placement = placement_of(candidate.strategy)
+        return draw_on(self._grid(candidate), device, units, placement, options)
+
+    def _grid(self, candidate: Candidate) -> Grid:
         question, placement = self.question, placement_of(candidate.strategy)
         per_host = min(question.machine.per_host, question.ranks)
         shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, per_host)
         grid = Grid.of(0, question.ranks, placement.splits, shape)
-        grid = Grid(*(axis._replace(shared=question.shared) for axis in grid))
-        device = torch.device(question.machine.accelerator.device)
-        options = self._options(candidate, depth.model)
-        return draw_on(grid, device, self._units(candidate, depth), placement, options)
+        return Grid(*(axis._replace(shared=question.shared) for axis in grid))
 
     def _units(self, candidate: Candidate, depth: _Depth) -> Units:
-        key = "units", _stay_gathered(candidate), bool(candidate.recompute), depth.blocks
+        stays = self._stays(candidate)
+        key = "units", stays, bool(candidate.recompute), depth.blocks
         wrap, options = self.question.arguments.get("wrap"), self._options(candidate, depth.model)
-        placement = placement_of(candidate.strategy)
-        return self._once(key, lambda: units_of(depth.model, wrap, placement, options))
+        return self._once(key, lambda: units_of(depth.model, wrap, options, stays))
+
+    def _stays(self, candidate: Candidate) -> bool:
+        """Return what units depend on, besides recomputation: of all blocks, not a few."""
+        placement, model = placement_of(candidate.strategy), self.question.model
+
+        def make() -> bool:
+            options, shard = self._options(candidate, model), self._grid(candidate).shard
+            return stays_gathered(model, placement, shard, options)
+
+        return self._once(("stays", *_drawn(candidate)), make)
 
     def _options(self, candidate: Candidate, model: nn.Module) -> Options:
         given = {key: value for key, value in self.question.arguments.items() if key != "wrap"}
@@ -287,7 +301,7 @@ class Planner:
 
     def _work(self, candidate: Candidate, depth: _Depth) -> StepWork:
         rows = candidate.micro_batch
-        how = candidate.checkpointing, candidate.computes, _stay_gathered(candidate)
+        how = candidate.checkpointing, candidate.computes, self._stays(candidate)
 
         few = self._shallow(depth.stack, depth.stack.kept) if depth.stack else depth
 
@@ -315,11 +329,6 @@ class Planner:
         if ahead is not None:
             keys["sharding.prefetch.forward"] = keys["sharding.prefetch.backward"] = ahead
         return keys
-
-
-def _stay_gathered(candidate: Candidate) -> bool:
-    """Return what units depend on, besides recomputation."""
-    return stay_gathered(placement_of(candidate.strategy), candidate.offload)
 
 
 def _drawn(candidate: Candidate) -> tuple[Any, ...]:

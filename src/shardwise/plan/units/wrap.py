@@ -76,8 +76,9 @@ def automatic(joined_nbytes: int | None = None) -> Wrap:
 
     Args:
         joined_nbytes: the most bytes of what is joined; by default 4 MiB, ``0`` joins nothing.
-            Where parameters stay gathered (``no_shard``, ``zero1``), only those that are trained
-            count, since nothing else is sent, and the default is 16 MiB.
+            Where all parameters stay gathered (``no_shard``, ``zero1``, and models that
+            ``unsharded=`` leaves whole by default), only those that are trained count, since
+            nothing else is sent, and the default is 16 MiB.
     """
     return Wrap("automatic()", pick_by_structure, joined_nbytes)
 
