@@ -126,6 +126,15 @@ def test_each_unit_is_one_graph_and_steps_compile_nothing_more(
     assert not any(counted(step).values())
 
 
+def test_a_model_that_is_one_unit_is_one_graph() -> None:
+    torch._dynamo.reset()
+    tower = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # a part that could be called alone
+    model = nn.Sequential(tower, nn.LayerNorm(4))
+    sw.shard(model, wrap=sw.wrap.whole(), comm=FakeComm(0, 3), compile="aot_eager")
+    found = counted(lambda: model(torch.ones(2, 4)).sum().backward())
+    assert found == {"graphs": 1, "breaks": 0, "recompiled": 0}
+
+
 @pytest.mark.prove
 def test_many_classes_of_torch_do_not_exhaust_the_graphs_of_one_function() -> None:
     """torch.compile wraps each forward of its own modules in one function, and keeps 8 graphs."""

@@ -117,7 +117,8 @@ class Sharded:
         first = order.guess(self.model, unit_names)
         self.runtime = Runtime(states, self.comm, self._blueprint.policy, precision, first)
         self.runtime.at_step_end = partial(sync_buffers, self.model, self.options.buffers)
-        self._hooks = Hooks(self.model, unit_names, self.runtime, precision)
+        is_one_graph = bool(self.options.compile) and len(self.units) == 1
+        self._hooks = Hooks(self.model, unit_names, self.runtime, precision, is_one_graph)
         self.runtime.before_update += [
             self._hooks.registered.check,
             partial(self._hooks.check_idle, "an optimizer stepped"),

@@ -71,6 +71,7 @@ class Hooks:
     Args:
         unit_names: the unit that a module's forward uses.
         precision: the dtypes of inputs and outputs.
+        is_one_graph: the model is compiled whole, and a graph cannot hold the hooks of its parts.
     """
 
     def __init__(
@@ -79,12 +80,13 @@ class Hooks:
         unit_names: Mapping[nn.Module, str],
         runtime: Runtime,
         precision: Precision,
+        is_one_graph: bool = False,
     ) -> None:
         self.model, self._unit_names = model, unit_names
         self.runtime, self.precision = runtime, precision
         self._root = runtime.units.get(unit_names.get(model, ""))
         own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
-        self._partial_roots = partial_roots(model, unit_names, own)
+        self._partial_roots = set() if is_one_graph else partial_roots(model, unit_names, own)
         #: What the user's code calls: the model, or the parts of one that has no forward.
         self._outermost = frozenset((model,) if has_forward(model) else as_group(model))
         called = {*self._outermost, *unit_names, *self._partial_roots}
