@@ -265,6 +265,25 @@ def test_parts_that_are_called_by_themselves_train_to_parity() -> None:
             assert_equal(on_threads(2, recipe, How(strategy, wrap)), plain, strategy)
 
 
+@pytest.mark.parametrize("wrap", [sw.wrap.automatic(), sw.wrap.whole()], ids=str)
+def test_an_embedding_the_trunk_and_the_head_are_called_one_after_the_other(
+    wrap: sw.wrap.Wrap,
+) -> None:
+    """A frozen trunk under ``no_grad``, and a head that is trained on what comes out."""
+
+    def by_parts(model: nn.Module, inputs: Inputs) -> Tensor:
+        assert isinstance(model, hf.LlamaForCausalLM)
+        with torch.no_grad():
+            hidden = model.model(inputs_embeds=model.model.embed_tokens(inputs["input_ids"]))
+        value: Tensor = model.lm_head(hidden.last_hidden_state).square().mean()
+        return value
+
+    recipe = Recipe(llama, text, OPTIMIZERS["adamw"], loss=by_parts, steps=3)
+    plain = one_by_one(recipe, 2)
+    for strategy in STRATEGIES:
+        assert_equal(on_threads(2, recipe, How(strategy, wrap)), plain, strategy)
+
+
 # --- generation ------------------------------------------------------------------------------
 
 GENERATORS = [llama, gpt2, t5]

@@ -172,13 +172,15 @@ def test_a_model_that_stays_whole_by_default_is_one_unit(monkeypatch: pytest.Mon
     def units(**options: Any) -> int:
         return len(draw(model, **options).units)
 
-    for limit, number in ((8 * 288 + 256, 1), (8 * 288 - 1, 8)):  # bytes, with padding and without
+    for limit, number in ((8 * 288, 1), (8 * 288 - 1, 8)):  # bytes, without padding
         monkeypatch.setattr(residency, "KEPT_NBYTES", limit)
         monkeypatch.setattr(wrap_policies, "JOINED_TRAINED_NBYTES", limit)
         assert (units(), units(strategy="shard_grad_op")) == (number, number)
         assert (units(offload="everything"), units(unsharded=0), units(**alone)) == (number, 8, 8)
-        kept = draw(model).buckets
-        assert any(spec.placement.frees for spec in kept) == (number == 8)
+        for dtype in (None, torch.float64):
+            kept = draw(model, precision=sw.Precision(param_dtype=dtype)).buckets
+            assert {spec.placement.frees for spec in kept} <= {number == 8, False}
+            assert number == 8 or not any(spec.placement.frees for spec in kept)
 
 
 def test_ranks_that_share_memory_free_each_of_its_units(monkeypatch: pytest.MonkeyPatch) -> None:

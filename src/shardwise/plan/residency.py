@@ -34,7 +34,7 @@ Specs = Mapping[str, Sequence[BucketSpec]]
 
 
 def stays_gathered(model: nn.Module, placement: Placement, shard: Axis, options: Options) -> bool:
-    """Does all of a model stay on the device once gathered, so that units may be large?"""
+    """Does all of a model stay once it is gathered, or has it so little that units may be large?"""
     is_small = options.unsharded is None and all_nbytes((model,)) <= KEPT_NBYTES
     if placement.resident:
         return is_small or options.offload != "everything"
@@ -52,7 +52,7 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | Non
     """
     every = [spec for buckets in specs.values() for spec in buckets]
     if unsharded is None:
-        unsharded = KEPT_NBYTES if any(_sends_again(s.placement, s.shard) for s in every) else 0
+        unsharded = _by_default(every)
     if not unsharded:
         return specs
     if all(spec.placement.resident for spec in every):
@@ -83,6 +83,14 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | Non
         ]
         for unit in specs
     }
+
+
+def _by_default(every: Sequence[BucketSpec]) -> int:
+    """The bytes of full buckets that stay: all of a small model, in whichever dtype it computes."""
+    if not any(_sends_again(spec.placement, spec.shard) for spec in every):
+        return 0
+    stored = sum(spec.layout.used * spec.dtypes.stored.itemsize for spec in every)
+    return KEPT_NBYTES if stored > KEPT_NBYTES else sum(map(_nbytes, every))
 
 
 def _sends_again(placement: Placement, shard: Axis) -> bool:

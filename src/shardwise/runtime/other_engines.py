@@ -70,8 +70,8 @@ def trained_by_others(params: Iterable[nn.Parameter]) -> set[int]:
     """
     theirs = {id(param) for param in params if _is_dtensor(param)}
     imported = [(sys.modules.get(path.rpartition(".")[0]), path) for path in _AVERAGING]
-    wrappers = [getattr(module, path.rpartition(".")[2]) for module, path in imported if module]
-    kinds = {kind for wrapper in wrappers for kind in _with_subclasses(wrapper)}
+    wrappers = [getattr(module, path.rpartition(".")[2], None) for module, path in imported]
+    kinds = {kind for wrapper in wrappers if wrapper for kind in _with_subclasses(wrapper)}
     for module in gc.get_referrers(*kinds):
         if type(module) in kinds:
             ignored = vars(module).get("parameters_to_ignore", ())  # DDP's, by names inside it

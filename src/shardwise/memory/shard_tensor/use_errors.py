@@ -14,8 +14,9 @@ def needs_full_tensor(function: str, shard: Tensor) -> ShardUseError:
         return ShardUseError(
             f"{_describe(shard)}, and {function!r} needs the full tensor. It is gathered only "
             "while its unit computes: call the model or the module through model(...), not "
-            ".forward(...), and let the unit's own modules read it; register another method that "
-            "is called from outside by sharded.register_forward_method(module, 'encode'); or read "
+            ".forward(...), and let the unit's own modules read it; give a block that is called by "
+            "itself a unit, by wrap=sw.wrap.automatic(joined_nbytes=0); register a method that is "
+            "called from outside by sharded.register_forward_method(module, 'encode'); or read "
             "it inside `with sharded.full_params():`. To update a moving average, shard the "
             "averaging model likewise, or update it inside full_params(). If only this rank's part "
             "is needed, .to_local() returns it as a plain tensor. To write it, as nn.init does, do "

@@ -37,14 +37,8 @@ def pick_by_structure(model: nn.Module) -> list[Group]:
     ones, and norms never are. An embedding or head with less than a sixteenth of the largest
     block's elements (BERT's token types) is not picked: it is cheaper to keep it gathered.
     """
-    blocks = _blocks(model, _is_large) or _blocks(model, _has_matrix)
-    if not blocks:
-        return []
-    inside = {m for block in blocks for top in block for m in top.modules()}
-    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    embeddings = [table for table in tables if table not in inside]
-    others = [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
-    largest = max(map(elements, blocks))
+    blocks = _repeated_blocks(model)
+    others, largest = _embeddings_and_head(model, blocks), max(map(elements, blocks), default=0)
     return _disjoint([*blocks, *(group for group in others if 16 * elements(group) >= largest)])
 
 
@@ -69,17 +63,19 @@ def joined(
 def partial_roots(
     model: nn.Module, unit_modules: Collection[nn.Module], root_params: Iterable[nn.Parameter]
 ) -> set[nn.Module]:
-    """Modules that contain units, or blocks, and parameters of the root's unit.
+    """Modules of the root's unit that can be called without the model.
 
-    They can be called without the model: the encoder in ``generate()``, one tower of two.
+    They contain units or blocks, as the encoder in ``generate()`` and one tower of two; or they are
+    an embedding or the head. Blocks have no hooks for it, which a model of many would wait for.
     """
-    ids = {id(param) for param in root_params}
-    parts = {*unit_modules, *(part for group in pick_by_structure(model) for part in group)}
+    ids, blocks = {id(param) for param in root_params}, _repeated_blocks(model)
+    ends = {part for group in _embeddings_and_head(model, blocks) for part in group}
+    inner = {*unit_modules, *(part for block in blocks for part in block)}
     return {
         module
         for module in model.modules()
         if module not in unit_modules
-        and any(part in parts and part is not module for part in module.modules())
+        and (module in ends or any(m in inner and m is not module for m in module.modules()))
         and any(id(param) in ids for param in module.parameters())
     }
 
@@ -113,6 +109,20 @@ def trained_nbytes(group: Group) -> int:
 
 def _parameters(group: Group) -> set[nn.Parameter]:
     return {param for module in group for param in module.parameters()}
+
+
+def _repeated_blocks(model: nn.Module) -> list[Group]:
+    return _blocks(model, _is_large) or _blocks(model, _has_matrix)
+
+
+def _embeddings_and_head(model: nn.Module, blocks: Iterable[Group]) -> list[Group]:
+    """Embeddings outside the blocks, and what comes after them; nothing if there are none."""
+    inside = {m for block in blocks for top in block for m in top.modules()}
+    if not inside:
+        return []
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    embeddings = [table for table in tables if table not in inside]
+    return [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
 
 
 def _blocks(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[Group]:
