@@ -78,12 +78,13 @@ def test_forward_called_past_the_model_is_an_error_that_says_how_to_call_it() ->
                 f"(shard ({stop - start},) of (6,), unit '(root)'), and 'mul' needs the full "
                 "tensor. It is gathered only while its unit computes: call the model or the module "
                 "through model(...), not .forward(...), and let the unit's own modules read it; "
-                "register another method that is called from outside by "
-                "sharded.register_forward_method(module, 'encode'); or read it inside `with "
-                "sharded.full_params():`. To update a moving average, shard the averaging model "
-                "likewise, or update it inside full_params(). If only this rank's part is needed, "
-                ".to_local() returns it as a plain tensor. To write it, as nn.init does, do "
-                "so inside `with sharded.full_params(writeback=True):`, alike on every rank."
+                "give a block that is called by itself a unit, by "
+                "wrap=sw.wrap.automatic(joined_nbytes=0); register a method that is called from "
+                "outside by sharded.register_forward_method(module, 'encode'); or read it inside "
+                "`with sharded.full_params():`. To update a moving average, shard the averaging "
+                "model likewise, or update it inside full_params(). If only this rank's part is "
+                "needed, .to_local() returns it as a plain tensor. To write it, as nn.init does, "
+                "do so inside `with sharded.full_params(writeback=True):`, alike on every rank."
             )
 
 
