@@ -52,7 +52,7 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | Non
     """
     every = [spec for buckets in specs.values() for spec in buckets]
     if unsharded is None:
-        unsharded = _by_default(every)
+        unsharded = _by_default(every, units)
     if not unsharded:
         return specs
     if all(spec.placement.resident for spec in every):
@@ -85,12 +85,12 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | Non
     }
 
 
-def _by_default(every: Sequence[BucketSpec]) -> int:
+def _by_default(every: Sequence[BucketSpec], units: Units) -> int:
     """The bytes of full buckets that stay: all of a small model, in whichever dtype it computes."""
     if not any(_sends_again(spec.placement, spec.shard) for spec in every):
         return 0
-    stored = sum(spec.layout.used * spec.dtypes.stored.itemsize for spec in every)
-    return KEPT_NBYTES if stored > KEPT_NBYTES else sum(map(_nbytes, every))
+    is_small = sum(unit.nbytes for unit in units) <= KEPT_NBYTES
+    return sum(map(_nbytes, every)) if is_small else KEPT_NBYTES
 
 
 def _sends_again(placement: Placement, shard: Axis) -> bool:
