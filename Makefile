@@ -3,7 +3,7 @@
 #   make demo    train a small language model, sharded over two CPU processes
 #   make test    the whole test suite in two processes; `make test ARGS="-k layout"` runs a part of it,
 #                `make test JOBS=8` runs it in more, and JOBS=0 in one, as a debugger wants it
-#   make prove   the same tests with every combination of their parameters, where make test shows two of each axis and each case
+#   make prove   the same tests with every combination of their parameters, where make test shows one, and each case
 #   make check   format, lint, types, import arrows and line budgets, documentation: `make -k check` goes on
 #                after a failure, and each part is a target (format, lint, types, shape, docs)
 #   make bench   the side-by-side measurements in benchmarks/, a short version in under three minutes;

@@ -70,7 +70,6 @@ AXES = {
     "worlds",
     "wrap",
 }
-LEAST = 2
 Value = tuple[str, str]
 MANY = 100  # tests, in front of which an import of two seconds does not count
 
@@ -117,7 +116,7 @@ def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--prove", action="store_true", help="every combination of parameters, not two of each axis"
+        "--prove", action="store_true", help="every combination of parameters, not one of each test"
     )
     parser.addoption(
         "--cluster", action="store_true", help="real clusters of SLURM, MPI, Ray and namespaces"
@@ -158,7 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _choose(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with axes, keep two combinations; of one with cases, as many as show each case.
+    """Of a test with axes, keep one combination; of one with cases, as many as show each case.
 
     The tests of a file take turns: each takes the combinations of which the tests above it have
     shown least. All are in ``make prove``, which has the rows that are marked so, too. A test
@@ -182,12 +181,12 @@ def _choose(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def covering(items: list[pytest.Item], shown: set[Value]) -> list[pytest.Item]:
-    """Some of one test's items: each case, and two combinations of what is not ``shown`` yet."""
+    """Some of one test's items: each case, or a combination of what is not ``shown`` yet."""
     values = {item: _values(item) for item in items}
     missing = {value for each in values.values() for value in each if value[0] not in AXES}
     left = list(items)
     chosen: list[pytest.Item] = []
-    while left and (missing or len(chosen) < LEAST):
+    while left and (missing or not chosen):
         best = max(left, key=lambda item: (len(values[item] & missing), len(values[item] - shown)))
         chosen.append(best)
         left.remove(best)

@@ -13,7 +13,7 @@ from benchmarks.harness.report import Row, Table, read
 
 RECORD = Path(str(benchmarks.__file__)).parent / "results" / "simulated.json"
 OURS = [name for name in ENGINES if name not in FSDP2]
-QUICK = ("zero1", "full_shard", "hybrid_full")
+QUICK = ("zero1", "hybrid_full")
 FORETOLD = "plan MiB"  # which is no cost
 measured = cache(row_of)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
+from tests.forked import forked
 
 MODEL = """
 import torch
@@ -33,9 +35,8 @@ source = "made up"
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.prove)])
-def test_an_engine_is_measured_and_planned(
-    nproc: int, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+@forked
+def test_an_engine_is_measured_and_planned(nproc: int, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     picture, here = tmp_path / "bench.png", tmp_path / "here.toml"
     here.write_text(HERE)
@@ -50,11 +51,10 @@ def test_an_engine_is_measured_and_planned(
         "--plot",
         str(picture),
     ]
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", f"{tmp_path}/model.py:build", *asked])
-    out, error = capfd.readouterr()
-    assert caught.value.code == 0, error
-    (row,) = json.loads(out)
+    command = [sys.executable, "-m", "shardwise.cli", "bench", f"{tmp_path}/model.py:build", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
     assert row["engine"] == "full_shard"
     assert row["milliseconds"] > 0
     state = 4 * 4 * 4 * 1024 * 1025  # bytes of four layers, as AdamW has them

@@ -682,7 +682,7 @@ PAIRS += [("transformers", "accelerate"), ("plugin", "fsdp1"), ("fsdp_config", "
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(said_here=FSDP1_SAYS | FSDP2_SAYS)
 def test_what_both_dialects_have_keys_for_survives_the_way_there_and_back(
     one: str, other: str, said_here: dict[str, Any]

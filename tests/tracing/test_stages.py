@@ -78,7 +78,11 @@ HYBRIDS = [
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @pytest.mark.parametrize(
     ("net", "compute"),
-    [(SCALAR, None), pytest.param(TIED, None, marks=prove), (FROZEN, torch.bfloat16)],
+    [
+        pytest.param(SCALAR, None, marks=prove),
+        pytest.param(TIED, None, marks=prove),
+        (FROZEN, torch.bfloat16),
+    ],
     ids=str,
 )
 def test_programs_of_a_grid_do_what_the_engine_does_on_each_axis(
@@ -141,8 +145,8 @@ INT8, BF16 = torch.int8, torch.bfloat16
     "options",
     [
         {"precision": sw.Precision(reduce_dtype=torch.float8_e4m3fn)},
-        {"precision": sw.Precision(param_dtype=BF16, reduce_dtype=INT8)},
-        {"offload": "everything"},
+        pytest.param({"precision": sw.Precision(param_dtype=BF16, reduce_dtype=INT8)}, marks=prove),
+        pytest.param({"offload": "everything"}, marks=prove),
         {"offload": "optimizer", "precision": sw.Precision(param_dtype=BF16)},
         {"offload": "everything", "precision": sw.Precision(param_dtype=BF16, reduce_dtype=INT8)},
     ],

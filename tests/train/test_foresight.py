@@ -30,6 +30,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "in host memory": ("batch.micro=6", "sharding.offload=everything"),
     "bf16": ("batch.micro=6", "sharding.precision=bf16", "sharding.strategy=shard_grad_op"),
 }
+QUICK = ("no prefetch", "units that stay", "recomputed", "bf16")
 
 
 @pytest.fixture
@@ -37,7 +38,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [s if s in QUICK else pytest.param(s, marks=pytest.mark.prove) for s in SETTINGS]
+)
 def test_the_engine_holds_the_planned_bytes_at_every_event(
     watched: Watched, tmp_path: Path, setting: str
 ) -> None:

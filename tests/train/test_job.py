@@ -208,6 +208,7 @@ def test_how_it_is_sharded_does_not_change_a_bit(tmp_path: Path, mode: str, usua
     assert [loss for loss, _ in run(changed, 2)] == [loss for loss, _ in usual]
 
 
+@pytest.mark.prove
 @pytest.mark.filterwarnings("ignore")  # the compiler raises and hides its own
 def test_a_compiled_model_has_the_bits_of_one_that_computes_all_logits(tmp_path: Path) -> None:
     compiled, whole = "sharding.compile=aot_eager", "batch.logits=all"

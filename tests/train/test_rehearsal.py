@@ -27,7 +27,7 @@ from tests.train.runs import Watched
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 TOKENS = ["<tool>", "<answer>"]
-OFTEN = ("llama2-70b-lora", "stdlib-qlora")  # all in make prove
+OFTEN = ("stdlib-qlora",)  # all in make prove
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 

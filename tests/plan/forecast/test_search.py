@@ -37,7 +37,8 @@ def question(ranks: int = 8, rows: int | None = None) -> Question:
     return Question(decoder(layers=9), inputs, machine, ranks, rows, arguments=BF16)
 
 
-@pytest.mark.parametrize("rows", [None, pytest.param(64, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("rows", [None, 64])
 def test_the_fastest_come_first_though_most_are_not_estimated(rows: int | None) -> None:
     every = list(candidates(32, 8, [1, 2], wires=(None, "int8")))[::61]
     planner, limit = planner_of(32, rows), 2.2e6
