@@ -543,17 +543,21 @@ def test_it_wants_the_handle_of_a_sharded_model() -> None:
 
 STEP = """
 import sys, torch, shardwise as sw
-model = torch.nn.Linear(8, 8)
-optimizer = sw.optim.AdamW(sw.shard(model))
-model(torch.ones(1, 8)).sum().backward()
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.units.units import choose_units
+model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
+optimizer, ids = sw.optim.AdamW(sw.shard(model)), torch.zeros(2, 4, dtype=torch.int64)
+model(ids).sum().backward()
 optimizer.step()
 optimizer.zero_grad()
-print(model.weight.grad, "torch._dynamo" in sys.modules)
+plain = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
+observe(plain, choose_units(plain), (ids,), {})
+print(model[0].weight.grad, "torch._dynamo" in sys.modules)
 """
 
 
-def test_a_step_does_not_import_the_compiler() -> None:
-    """It takes a second of each start; torch's ``zero_grad`` does."""
+def test_neither_a_step_nor_its_plan_imports_the_compiler() -> None:
+    """It takes seconds of each start; torch's ``zero_grad`` and its meta kernels do."""
     path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", STEP],

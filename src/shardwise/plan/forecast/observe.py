@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError, ScheduleError, ShardwiseError
+from shardwise.plan.forecast.absent_compiler import without_compiler
 from shardwise.plan.forecast.recording import Recording
 from shardwise.plan.forecast.work import MMAP_THRESHOLD, StepWork
 from shardwise.plan.order import on_meta
@@ -110,6 +111,7 @@ def observe(
         for member in unit.members:
             _collect(state[f"model.{member.name}"], unit.name, recording)
     with (
+        without_compiler(),
         _forwards(_recomputed(units, checkpointing, recording)),
         _cues(model, units, precision, recording),
         _without_values(),
