@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import foresight
 from shardwise.train.comparison import Compared
-from shardwise.train.foresight import Foresight, compared, machine_here, seconds_of
+from shardwise.train.foresight import USUAL, Foresight, compared, machine_here, seconds_of
 from shardwise.train.records import Warned
+from tests.cli.test_bench import HERE
 from tests.report.runs import EVENTS
 from tests.train.runs import Watched
 from tests.train.tiny import tiny_recipe
@@ -54,7 +54,7 @@ def test_the_engine_holds_the_planned_bytes_at_every_event(
     assert said.planned_memory >= max(engine or 0 for engine, _ in step["planned"])
 
 
-def given_to_compare(watched: Watched, recipe: Recipe) -> Any:
+def given_to_compare(watched: Watched, recipe: Recipe, asked: Foresight = USUAL) -> Any:
     """The plan, the recorded step and the rate that a run compares."""
     given = list[Any]()
 
@@ -63,7 +63,7 @@ def given_to_compare(watched: Watched, recipe: Recipe) -> Any:
         return compared(*arguments)
 
     watched.monkeypatch.setattr("shardwise.train.loop.compared", noted)
-    watched.run(recipe, world=1)
+    watched.run(recipe, world=1, foresight=asked)
     return given[0]
 
 
@@ -104,9 +104,10 @@ def test_a_model_that_cannot_run_without_values_trains_without_a_plan(
 
 def test_the_term_that_is_off_is_named(watched: Watched, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, *SHORT, "batch.micro=6", "run.throughput_warmup=2")
-    plan, step, _ = given_to_compare(watched, recipe)
-    plan = replace(plan, here=plan.here._replace(timed=True))
-    planned = plan.forecast.time.tokens_per_second
+    (tmp_path / "here.toml").write_text(HERE)
+    asked = Foresight(machines=tmp_path / "here.toml")
+    plan, step, _ = given_to_compare(watched, recipe, asked)
+    planned = plan.time.tokens_per_second
     large = [[s, [n * 100 for n in nbytes], event] for s, nbytes, event in step["moments"]]
     said = compared(plan, {**step, "moments": large}, planned / 2)
     assert said.mfu == pytest.approx((said.planned_mfu or 0) / 2, rel=0.01)

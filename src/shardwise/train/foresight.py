@@ -22,7 +22,8 @@ from shardwise.errors import ConfigError
 from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.memory import MemoryForecast, Moment
-from shardwise.plan.forecast.planner import Forecast, Planner
+from shardwise.plan.forecast.planner import Planner
+from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.printed import size
 from shardwise.plan.schedule.events import Event, Op, Phase
 from shardwise.train.comparison import Compared
@@ -95,13 +96,15 @@ class RunPlan:
     """The plan of a run.
 
     Attributes:
-        forecast: of a step; its memory is that of the micro-batch that takes most.
+        memory: of the micro-batch that takes most.
+        time: of a step; ``None``: the machine's speed is not known.
         whole, engine: memory of each kind of micro-batch, and that without activations.
         micro_batches: of a step.
         here: where.
     """
 
-    forecast: Forecast
+    memory: MemoryForecast
+    time: TimeForecast | None
     whole: Sequence[MemoryForecast]
     engine: Sequence[MemoryForecast]
     micro_batches: int
@@ -139,8 +142,7 @@ class RunPlan:
     @property
     def peak(self) -> int:
         """Bytes at most on the device."""
-        memory = self.forecast.memory
-        return memory.peak + (memory.in_host if self.on_cpu else 0)
+        return self.memory.peak + (self.memory.in_host if self.on_cpu else 0)
 
     def beside(self, moments: Sequence[Sequence[Any]]) -> list[tuple[int | None, int | None]]:
         """Bytes of the engine and of all, as planned, at each moment of a recorded step.
@@ -167,23 +169,9 @@ class RunPlan:
         rest = sum(kinds.pop(kind) for kind in others)
         return {**{str(kind): nbytes for kind, nbytes in kinds.items()}, OTHERS: rest}
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of a step, in forward and backward passes and the update."""
-        forward = backward = 0.0
-        for one, times in self.forecast.time.micro_batches:
-            turn = max((i.stop for i in one.intervals if _is_forward(i)), default=0.0)
-            forward += times * turn
-            backward += times * (one.seconds - turn)
-        return {"forward": forward, "backward": backward, "update": self.forecast.time.optimizer}
-
 
 OTHERS = "activations and others"
 """Of a recorded step: bytes that the process has allocated since it began, beside the engine's."""
-
-
-def _is_forward(interval: Any) -> bool:
-    return interval.lane == "device" and interval.phase is Phase.FORWARD
 
 
 def plan_of(job: Job, vocabulary: int, asked: Foresight, memory: float) -> RunPlan:
@@ -196,17 +184,18 @@ def plan_of(job: Job, vocabulary: int, asked: Foresight, memory: float) -> RunPl
     here = machine_here(comm.device, memory, asked.machines)
     chosen = chosen_by(recipe)
 
-    def question() -> Any:
+    def planner_of(all_logits: bool) -> Planner:
         asked = question_of(recipe, model_of(recipe, vocabulary), here.machine, comm.size)
-        return replace(asked, shared=comm.memory.shared)
+        asked = replace(asked, shared=comm.memory.shared)
+        return Planner(asked if all_logits else with_loss_in_head(asked))
 
-    timed = Planner(question())
-    planner = timed if job.all_logits else Planner(with_loss_in_head(question()))
+    planner = planner_of(bool(job.all_logits))
     whole, engine = planner.memories(chosen), planner.memories(chosen, alone=True)
     most = max(whole, key=lambda each: each.peak)
-    forecast = Forecast(chosen, most, timed.time(chosen))
-    times = timed.question.micro_batches(chosen)
-    return RunPlan(forecast, whole, engine, times, comm.size, here)
+    timed = planner_of(all_logits=True) if here.timed and not job.all_logits else planner
+    time = timed.time(chosen) if here.timed else None
+    times = planner.question.micro_batches(chosen)
+    return RunPlan(most, time, whole, engine, times, comm.size, here)
 
 
 def refusal(plan: RunPlan, memory: float) -> str:
@@ -220,7 +209,7 @@ def refusal(plan: RunPlan, memory: float) -> str:
     if needed <= memory:
         return ""
     of = f"{size(peak)} on each of {ranks:,} ranks" if ranks > 1 else "at its peak"
-    kind, nbytes = next(iter(plan.forecast.memory.by_kind.items()))
+    kind, nbytes = next(iter(plan.memory.by_kind.items()))
     return (
         f"a step is planned to take {size(needed)}, {of}, of which {kind} are {size(nbytes)}, and "
         f"this {machine.accelerator.device} has {size(int(memory))}, so it would be killed. "
@@ -261,20 +250,26 @@ def compared(plan: RunPlan, step: Mapping[str, Any] | None, rate: float) -> Comp
         step: the recorded one; ``None``: none was.
         rate: tokens per second over all ranks.
     """
-    time, timed = plan.forecast.time, plan.here.timed
-    planned = time.tokens_per_second * plan.ranks
+    planned_rate, planned_mfu = _rates(plan)
     off = [] if step is None else list(_terms_off(plan, step, rate))
     return Compared(
         planned_memory=_at_events(plan, step),
         memory=None if step is None else max(sum(nbytes) for _, nbytes, _ in step["moments"]),
-        planned_rate=planned if timed else None,
+        planned_rate=planned_rate,
         rate=rate,
-        planned_mfu=time.mfu() if timed else None,
-        mfu=time.mfu() * rate / planned if timed else None,
+        planned_mfu=planned_mfu,
+        mfu=planned_mfu * rate / planned_rate if planned_mfu and planned_rate else None,
         off=tuple(off),
         differs=None if step is None else _first_that_differs(plan, step),
         events=len(plan.events),
     )
+
+
+def _rates(plan: RunPlan) -> tuple[float | None, float | None]:
+    """Tokens per second over all ranks, and MFU."""
+    if plan.time is None:
+        return None, None
+    return plan.time.tokens_per_second * plan.ranks, plan.time.mfu()
 
 
 def _at_events(plan: RunPlan, step: Mapping[str, Any] | None) -> int:
@@ -291,9 +286,8 @@ def _terms_off(plan: RunPlan, step: Mapping[str, Any], rate: float) -> Iterator[
         most = dict(zip(step["kinds"], map(max, columns), strict=True))
         kind = max(most, key=lambda kind: abs(most[kind] - plan.most[kind]))
         yield f"memory by {kind}: {size(plan.most[kind])} planned, {size(most[kind])} measured"
-    planned = plan.forecast.time.tokens_per_second * plan.ranks
-    if plan.here.timed and _is_off(rate, planned):
-        took, seconds = seconds_of(step["moments"]), plan.seconds
+    if plan.time is not None and _is_off(rate, plan.time.tokens_per_second * plan.ranks):
+        took, seconds = seconds_of(step["moments"]), planned_seconds(plan.time)
         part = max(took, key=lambda part: abs(took[part] - seconds[part]))
         times = f"{seconds[part] * 1e3:,.1f} ms planned, {took[part] * 1e3:,.1f} measured"
         yield f"time by {part}: {times}"
@@ -301,6 +295,20 @@ def _terms_off(plan: RunPlan, step: Mapping[str, Any], rate: float) -> Iterator[
 
 def _is_off(measured: float, planned: float) -> bool:
     return abs(measured - planned) > OFF * planned
+
+
+def planned_seconds(time: TimeForecast) -> dict[str, float]:
+    """Seconds of a step in forward and backward passes, and the update."""
+    forward = backward = 0.0
+    for one, times in time.micro_batches:
+        turn = max((i.stop for i in one.intervals if _is_forward(i)), default=0.0)
+        forward += times * turn
+        backward += times * (one.seconds - turn)
+    return {"forward": forward, "backward": backward, "update": time.optimizer}
+
+
+def _is_forward(interval: Any) -> bool:
+    return interval.lane == "device" and interval.phase is Phase.FORWARD
 
 
 def seconds_of(moments: Sequence[Sequence[Any]]) -> dict[str, float]:

@@ -204,12 +204,16 @@ class Planner:
         return cast("R", self._made[key])
 
     def _whole(self, candidate: Candidate) -> _Depth:
-        key = "stack", candidate.recompute, self._stays(candidate)
-        stack = self._once(key, lambda: self._stack(candidate))
+        """All blocks; where few are known to stand for them, they are not observed anew."""
+        stack = self._stack(candidate) if "alike" in self._made else None
         return _Depth(self.question.model, stack, stack.depth if stack else 0)
 
     def _stack(self, candidate: Candidate) -> Stack | None:
         """The blocks that are alike, where each is of units of its own and few stand for all."""
+        key = "stack", candidate.recompute, self._stays(candidate)
+        return self._once(key, lambda: self._find_stack(candidate))
+
+    def _find_stack(self, candidate: Candidate) -> Stack | None:
         model = self.question.model
         stack = stack_of(model, max(1, candidate.recompute))
         if stack is None:
@@ -233,11 +237,11 @@ class Planner:
         return repeated == self._work(plain, whole)
 
     def _depths(self, candidate: Candidate) -> list[_Depth]:
-        whole = self._whole(candidate)
-        if whole.stack is None:
-            return [whole]
-        few, period = whole.stack.kept, whole.stack.period
-        return [self._shallow(whole.stack, few), self._shallow(whole.stack, few + period)]
+        stack = self._stack(candidate)
+        if stack is None:
+            return [self._whole(candidate)]
+        few, period = stack.kept, stack.period
+        return [self._shallow(stack, few), self._shallow(stack, few + period)]
 
     def _shallow(self, stack: Stack, blocks: int) -> _Depth:
         made = self._once(("model", blocks), lambda: shallow(self.question.model, stack, blocks))
