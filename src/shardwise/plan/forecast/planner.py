@@ -204,7 +204,7 @@ class Planner:
         return cast("R", self._made[key])
 
     def _whole(self, candidate: Candidate) -> _Depth:
-        """All blocks; where few are known to stand for them, they are not observed anew."""
+        """All blocks: observed, unless an estimate has shown that few stand for them."""
         stack = self._stack(candidate) if "alike" in self._made else None
         return _Depth(self.question.model, stack, stack.depth if stack else 0)
 
