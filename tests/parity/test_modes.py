@@ -73,7 +73,7 @@ MODES = {
     ),
 }
 
-PROVED = ("one unit", "units by size", "everything prefetched", "units recomputed")  # not so often
+PROVED = ("one unit", "units by size", "everything prefetched", "units recomputed")
 
 
 @pytest.fixture(scope="module")

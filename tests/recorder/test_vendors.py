@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import os
@@ -101,7 +100,6 @@ def run_conformance(folder: Path, _: int) -> None:
 
 
 PROGRAMS = (run_toy, run_mnist)
-PROVED = (run_lora, run_conformance)  # they import transformers and its like, or take long
 MODULES: dict[str, type[Xpu]] = {"xpu": Xpu, "hpu": Hpu}
 
 
@@ -116,7 +114,7 @@ def run_all(
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     losses = list[list[str]]()
     for device in ("cpu", *MODULES):
-        programs = (*PROGRAMS, *PROVED[: bool(proved) + (device in proved)])
+        programs = [*PROGRAMS, *[run_lora] * bool(proved), *[run_conformance] * (device in proved)]
         losses.append([])
         if device != "cpu":
             write_plugins(Path(folder) / str(rank), device)
@@ -145,10 +143,12 @@ def test_programs_end_as_on_a_cpu_and_wait_for_all_that_they_need(
     tmp_path: Path, proved: list[str]
 ) -> None:
     if proved:
-        importlib.import_module("tests.train.test_adapter").recipe(tmp_path)
+        from tests.train.test_adapter import recipe  # and so transformers, which ranks need not
+
+        recipe(tmp_path)
     for device in ("cpu", *MODULES):
         (tmp_path / device).mkdir()
-    ports = [free_port() for _ in range(3 * (len(PROGRAMS) + 1) + 1)]
+    ports = [free_port() for _ in range(3 * (len(PROGRAMS) + 2))]
     outcomes = outcomes_of(WORLD, run_all, tmp_path, ports, proved)
     assert [outcome.error for outcome in outcomes] == ["", ""]
     on_cpu, on_xpu, on_hpu = outcomes[0].value

@@ -140,6 +140,11 @@ class RunPlan:
         return moment.in_host if self.on_cpu else 0
 
     @property
+    def rate(self) -> float | None:
+        """Tokens per second over all ranks."""
+        return None if self.time is None else self.time.tokens_per_second * self.ranks
+
+    @property
     def peak(self) -> int:
         """Bytes at most on the device."""
         return self.memory.peak + (self.memory.in_host if self.on_cpu else 0)
@@ -250,26 +255,19 @@ def compared(plan: RunPlan, step: Mapping[str, Any] | None, rate: float) -> Comp
         step: the recorded one; ``None``: none was.
         rate: tokens per second over all ranks.
     """
-    planned_rate, planned_mfu = _rates(plan)
+    planned_mfu = None if plan.time is None else plan.time.mfu()
     off = [] if step is None else list(_terms_off(plan, step, rate))
     return Compared(
         planned_memory=_at_events(plan, step),
         memory=None if step is None else max(sum(nbytes) for _, nbytes, _ in step["moments"]),
-        planned_rate=planned_rate,
+        planned_rate=plan.rate,
         rate=rate,
         planned_mfu=planned_mfu,
-        mfu=planned_mfu * rate / planned_rate if planned_mfu and planned_rate else None,
+        mfu=planned_mfu * rate / plan.rate if planned_mfu and plan.rate else None,
         off=tuple(off),
         differs=None if step is None else _first_that_differs(plan, step),
         events=len(plan.events),
     )
-
-
-def _rates(plan: RunPlan) -> tuple[float | None, float | None]:
-    """Tokens per second over all ranks, and MFU."""
-    if plan.time is None:
-        return None, None
-    return plan.time.tokens_per_second * plan.ranks, plan.time.mfu()
 
 
 def _at_events(plan: RunPlan, step: Mapping[str, Any] | None) -> int:
@@ -286,7 +284,7 @@ def _terms_off(plan: RunPlan, step: Mapping[str, Any], rate: float) -> Iterator[
         most = dict(zip(step["kinds"], map(max, columns), strict=True))
         kind = max(most, key=lambda kind: abs(most[kind] - plan.most[kind]))
         yield f"memory by {kind}: {size(plan.most[kind])} planned, {size(most[kind])} measured"
-    if plan.time is not None and _is_off(rate, plan.time.tokens_per_second * plan.ranks):
+    if plan.time and plan.rate and _is_off(rate, plan.rate):
         took, seconds = seconds_of(step["moments"]), planned_seconds(plan.time)
         part = max(took, key=lambda part: abs(took[part] - seconds[part]))
         times = f"{seconds[part] * 1e3:,.1f} ms planned, {took[part] * 1e3:,.1f} measured"
