@@ -127,6 +127,9 @@ muon_learning_rate = _muon._adjust_lr
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+#: Products of groups of rows, such as an expert's: ``(rows, weights, ends of groups)``.
+grouped_mm = torch.ops.aten._grouped_mm
+
 OpOverload = torch._ops.OpOverload
 FakeTensorMode = fake_tensor.FakeTensorMode
 #: A context in which ``__torch_dispatch__`` is told of each kernel, those of backward included.

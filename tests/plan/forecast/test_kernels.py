@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.plan.forecast.kernels import is_kernel, moved, products
 from shardwise.plan.forecast.work import Product
-from shardwise.torch_internals import flash_attention
+from shardwise.torch_internals import flash_attention, grouped_mm
 
 aten = torch.ops.aten
 
@@ -28,6 +28,16 @@ def test_a_product_is_known_by_its_shapes() -> None:
     stacked = (empty(7, 3, 4, dtype=half), empty(7, 4, 5, dtype=half))
     assert products(aten.bmm.default, stacked, [empty(7, 3, 5)]) == [Product(3, 5, 4, 7, 2)]
     assert products(aten.add.Tensor, (left, left), [left]) == []
+
+
+def test_the_rows_of_groups_are_divided_evenly() -> None:
+    rows, ends = empty(8, 4), empty(3)
+    found = products(grouped_mm.default, (rows, empty(3, 4, 5), ends), [empty(8, 5)])
+    assert found == [Product(3, 5, 4, 2, 4), Product(2, 5, 4, 1, 4)]
+    of_weights = products(grouped_mm.default, (rows.t(), empty(8, 5), ends), [empty(3, 4, 5)])
+    assert of_weights == [Product(4, 5, 3, 2, 4), Product(4, 5, 2, 1, 4)]
+    few = products(grouped_mm.default, (empty(3, 5, 4), empty(4, 2), ends), [empty(5, 2)])
+    assert few == [Product(5, 1, 4, 2, 4)]
 
 
 def test_a_convolution_is_a_product_over_places() -> None:

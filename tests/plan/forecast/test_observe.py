@@ -226,3 +226,19 @@ def test_models_of_transformers_bring_their_loss(caches: bool) -> None:
     work = observe(model, choose_units(model), (), batch)
     assert work.flops == of_llama().flops
     assert work.saved == kept(lambda: model(**batch).loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_products_of_a_tokens_experts_are_counted_in_any_dtype(dtype: torch.dtype) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=40, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).to(dtype)
+    batch = {"input_ids": IDS, "labels": IDS}
+    work = observe(model, choose_units(model), (), batch)
+    router = 2 * 48 * 32 * 4
+    one_expert = 2 * 48 * 32 * 48 * 3  # of a Llama, whose MLP is as wide
+    assert work.flops == of_llama().flops + 3 * 2 * (router + one_expert)
+    assert work.saved == kept(lambda: model(**batch).loss)

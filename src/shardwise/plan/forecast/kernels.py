@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.forecast.work import Product
-from shardwise.torch_internals import flash_attention, flash_attention_backward, storage_key
+from shardwise.torch_internals import (
+    flash_attention,
+    flash_attention_backward,
+    grouped_mm,
+    storage_key,
+)
 
 aten = torch.ops.aten
 _WITHOUT_VALUES = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
@@ -51,6 +56,24 @@ def _matmul(left: Tensor, right: Tensor) -> Products:
     """``[…, m, k] x […, k, n]``."""
     *batch, m, k = left.shape
     return [Product(m, right.shape[-1], k, prod(batch), left.itemsize)]
+
+
+def _grouped(args: Sequence[Any], _: Any) -> Products:
+    """One product for each group, of rows (or columns) that values divide; here evenly.
+
+    Arguments: left and right; where each group ends in the one of two dimensions, or in both.
+    """
+    left, right = args[:2]
+    if left.ndim == right.ndim == 3:
+        return _matmul(left, right)
+    groups = len(args[2])
+    (m, k), n = left.shape[-2:], right.shape[-1]
+    divided = {(2, 3): "m", (2, 2): "k", (3, 2): "n"}[left.ndim, right.ndim]
+    whole = Product(m, n, k, groups, left.itemsize)
+    size, more = divmod(getattr(whole, divided), groups)
+    longer = replace(whole, **{divided: size + 1}, batch=more)
+    others = replace(whole, **{divided: size}, batch=groups - more)
+    return [product for product in (longer, others) if product.flops]
 
 
 def _of_4_bits(args: Sequence[Any], _: Any) -> Products:
@@ -108,6 +131,7 @@ _PRODUCTS: dict[Any, Callable[[Sequence[Any], Any], Products]] = {
     aten.bmm: lambda args, _: _matmul(args[0], args[1]),
     aten.addmm: lambda args, _: _matmul(args[1], args[2]),
     aten.baddbmm: lambda args, _: _matmul(args[1], args[2]),
+    grouped_mm: _grouped,
     flash_attention: _attention,
     flash_attention_backward: _attention_backward,
     aten.convolution: _convolution,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,7 @@ from shardwise.torch_internals import (
     TorchDispatchMode,
     current_node,
     flash_attention,
+    grouped_mm,
     next_sequence_number,
     sequence_number,
     storage_key,
@@ -175,7 +176,7 @@ class Recording(TorchDispatchMode):
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self._go_back()
-        output = operator(*args, **(kwargs or {}))
+        output = _executed(operator, args, kwargs or {})
         if operator.overloadpacket is flash_attention:
             output = (_laid_out_by_the_kernel(output[0]), output[1])
         made = _tensors(output)
@@ -300,6 +301,16 @@ def _has_nodes(output: Any, first: int) -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _executed(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call it. Grouped products of meta tensors torch makes in bfloat16 alone, real ones in any."""
+    if operator.overloadpacket is not grouped_mm:
+        return operator(*args, **kwargs)
+    left, right = args[:2]
+    each = len(args[2]) if left.ndim == 2 else len(left)
+    groups = (each,) if left.ndim == right.ndim else ()
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
 
 
 def _laid_out_by_the_kernel(mixed: Tensor) -> Tensor:
