@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from shardwise.cli import main
+from shardwise.cli.models import named_model
 from shardwise.cli.plan import quantity
 from shardwise.recipe.read import read_recipe
 from tests.hf.folders import tiny
@@ -56,6 +57,8 @@ def test_a_folder_of_transformers_with_an_adapter(
     assert said["verdict"] == "fits"
     assert said["by_kind"]["activations"] > 0
     assert {other["candidate"]["strategy"] for other in said["others"]} >= {"no_shard", "zero1"}
+    models = [named_model(name).model for name in (str(config), str(tmp_path))]
+    assert {type(model).__name__ for model in models} == {"LlamaForCausalLM"}
 
 
 def test_a_strategy_and_a_micro_batch_narrow_the_search(
@@ -80,6 +83,9 @@ def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert code == 1
     assert "old.yaml exists" in error
     assert written.read_text() == "mine"
+    code, _, error = plan(capsys, "nowhere", "--write", str(tmp_path / "none" / "new.yaml"))
+    assert code == 1  # and no model was looked for
+    assert f"the folder {tmp_path / 'none'} does not exist" in " ".join(error.split())
 
 
 @pytest.mark.parametrize(

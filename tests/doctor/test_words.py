@@ -9,6 +9,7 @@ import pytest
 from shardwise.doctor.demos import demonstrate
 from shardwise.doctor.words import find, words
 from shardwise.errors import ConfigError
+from shardwise.plan.units import wrap
 
 
 def test_words_of_the_documents_are_there() -> None:
@@ -56,7 +57,9 @@ def test_numbers_are_those_of_the_collectives() -> None:
     assert "inf" in demonstrate("averaging")[0]
 
 
-def test_the_stages_of_zero_are_counted_while_they_run() -> None:
+def test_the_stages_of_zero_are_counted_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrap, "JOINED_NBYTES", 4 << 20)  # as for users, unlike tests/conftest.py
+    monkeypatch.setattr(wrap, "JOINED_TRAINED_NBYTES", 16 << 20)
     _, none, one, two, three = demonstrate("zero_stages")
     assert "gathers 0 + 0, reduces 4" in none
     assert "gathers 4 + 0, reduces 4" in one

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.hf.folder import config_of, locate
+from shardwise.hf.folder import config_of, locate, new_model
 from tests.hf.folders import tiny
 
 
@@ -69,6 +69,7 @@ def test_a_folder_without_a_config_is_no_model_s(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"model_type": "new"}, "describes no model of this version of transformers"),
+        ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads (7)"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "are quantised by 'gptq'"),
     ],
 )
@@ -80,3 +81,9 @@ def test_a_model_that_cannot_be_trained_as_it_is_is_refused(
     with pytest.raises(ConfigError) as caught:
         config_of(tmp_path)
     assert text in str(caught.value)
+
+
+def test_a_model_of_another_kind_is_told_where_it_can_be_trained() -> None:
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"a t5 is no causal language model.* sw\.shard\(model\)"):
+        new_model(transformers.T5Config())

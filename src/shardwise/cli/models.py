@@ -53,8 +53,9 @@ def named_model(name: str | None) -> Named:
         return _example()
     if name.endswith((".yaml", ".yml", ".toml")) or name in shipped():
         return _decoder(name)
-    if (Path(name) / "config.json").is_file():
-        return _hugging_face(Path(name))
+    folder = Path(name).parent if Path(name).name == "config.json" else Path(name)
+    if (folder / "config.json").is_file():
+        return _hugging_face(folder)
     place, _, attribute = name.rpartition(":")
     if not (place and attribute):
         raise ConfigError(
@@ -98,11 +99,11 @@ def _decoder(path: str) -> Named:
 
 
 def _hugging_face(folder: Path) -> Named:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from shardwise.hf.folder import config_of, new_model
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = config_of(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = new_model(config)
     return Named(model, FOR_TRANSFORMERS)
 
 

@@ -103,6 +103,8 @@ def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Pa
     """Print the verdict; return the status to exit with."""
     if write is not None and write.exists():
         raise ConfigError(f"{write} exists, and nothing was written. Name another file.")
+    if write is not None:
+        _refuse_missing_folder(write)
     with without_their_noise():
         subject, verdict = answer(model, asked)
     if write is not None and subject.recipe is None:
@@ -125,10 +127,7 @@ def run_calibrate(path: Path, nproc: int) -> int:
     from shardwise.comm.machine.connect import connect
     from shardwise.doctor.calibrate import calibrate
 
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"the folder {path.parent} does not exist. Make it, or name another file."
-        )
+    _refuse_missing_folder(path)
     if read_launch(os.environ) is None and nproc > 1:
         start([sys.executable, "-m", "shardwise.cli", "plan", f"--calibrate={path}"], nproc)
         return 0
@@ -139,6 +138,13 @@ def run_calibrate(path: Path, nproc: int) -> int:
         path.write_text(entry, "utf-8")
         click.echo(f"wrote {path}: plan with --machines {path} --gpus {comm.size}x{HERE}")
     return 0
+
+
+def _refuse_missing_folder(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"the folder {path.parent} does not exist. Make it, or name another file."
+        )
 
 
 def answer(model: str, asked: Asked) -> tuple[Planned, Verdict]:

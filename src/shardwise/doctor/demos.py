@@ -13,6 +13,7 @@ from shardwise.comm.reduction import Reduction
 from shardwise.comm.transports import threads
 from shardwise.config.strategies import STRATEGIES
 from shardwise.plan.printed import size
+from shardwise.plan.units.wrap import automatic
 
 WORLD = 2
 
@@ -84,7 +85,7 @@ def _counted(strategy: str) -> str:
     def rank(comm: Comm) -> str:
         layers, counters = (nn.Linear(64, 64, bias=False) for _ in range(4)), comm.counters
         model = nn.Sequential(*layers)
-        shard(model, strategy, comm=comm)
+        shard(model, strategy, comm=comm, wrap=automatic(0), unsharded=0)  # as layers of size are
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()

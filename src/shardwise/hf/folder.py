@@ -105,14 +105,16 @@ def config_of(folder: Path) -> Any:
     Raises:
         ConfigError: transformers has no such model, or its weights are quantised.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        why = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise ConfigError(
             f"{folder / CONFIG} describes no model of this version of transformers, which runs no "
-            f"code of a folder: {str(error).strip().splitlines()[0]}"
+            f"code of a folder: {str(why).strip().splitlines()[0]}"
         ) from error
     if quantised := getattr(config, "quantization_config", None):
         method = quantised.get("quant_method", "unknown")
@@ -121,6 +123,24 @@ def config_of(folder: Path) -> Any:
             "trained as they are. Name the folder of the unquantised model."
         )
     return config
+
+
+def new_model(config: Any, **options: Any) -> Any:
+    """A new model of a configuration, by ``AutoModelForCausalLM.from_config``.
+
+    Raises:
+        ConfigError: it is no causal language model's.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"a {config.model_type} is no causal language model (transformers has no "
+            "AutoModelForCausalLM of it), and only these are made of a configuration. Train it in "
+            "a loop of your own, by sw.shard(model); where a command takes a model, write a "
+            "function that returns it with an input, and name that: file.py:function."
+        )
+    return AutoModelForCausalLM.from_config(config, **options)
 
 
 def tokenizer_of(folder: Path) -> Any:

@@ -50,7 +50,15 @@ from shardwise.errors.arguments import named, taken
 from shardwise.hf import weights
 from shardwise.hf.adapters import add_adapter, init_adapter
 from shardwise.hf.file_map import FileMap, map_files
-from shardwise.hf.folder import CONFIG, SMALL, config_of, dtype_on_hub, locate, tokenizer_of
+from shardwise.hf.folder import (
+    CONFIG,
+    SMALL,
+    config_of,
+    dtype_on_hub,
+    locate,
+    new_model,
+    tokenizer_of,
+)
 from shardwise.hf.new_tokens import add_tokens
 from shardwise.hf.preparation import check_compute, prepare
 from shardwise.hf.quantized import Quantized, quantize
@@ -311,11 +319,11 @@ def _read(built: Built, sharded: Sharded) -> list[torch.Tensor]:
 
 
 def _empty(config: Any, dtype: torch.dtype | None, folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     dtype = dtype or config.dtype or _stored_dtype(folder)
     with _GLOBALS, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = new_model(config, dtype=dtype)
     for pattern, kept in model._get_dtype_plan(dtype).items():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern.replace("*", ".*"), name):

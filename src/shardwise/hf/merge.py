@@ -21,6 +21,7 @@ from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.hf.adapters import check_adapter, is_layer, read_adapter
+from shardwise.hf.folder import new_model
 
 Make = Callable[[], Tensor]
 
@@ -46,7 +47,7 @@ def merged_weights(source: CheckpointReader, folder: Path) -> dict[str, Make]:
     config.base_model_name_or_path = None  # or peft warns that the model has another name
     with torch.device("meta"):
         settings = hf.AutoConfig.from_pretrained(source.folder, local_files_only=True)
-        base: Any = hf.AutoModelForCausalLM.from_config(settings)
+        base: Any = new_model(settings)
         _check_rows(config.trainable_token_indices or (), base, folder)
         names = defaultdict[nn.Parameter, list[str]](list)
         for name, param in base.named_parameters(remove_duplicate=False):

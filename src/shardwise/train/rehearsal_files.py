@@ -40,6 +40,7 @@ def base(source: str, folder: Path) -> Path:
     from tokenizers import Tokenizer
     from transformers.utils import logging
 
+    from shardwise.hf.folder import new_model
     from shardwise.train import tokenizer as bpe
 
     logging.disable_progress_bar()
@@ -58,7 +59,7 @@ def base(source: str, folder: Path) -> Path:
     config = hf.AutoConfig.for_model(kind, vocab_size=len(tokenizer), **_SHAPE, **ends)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        hf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        new_model(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

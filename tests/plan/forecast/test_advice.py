@@ -33,6 +33,15 @@ def test_sharding_asks_for_fast_links_in_a_host(inside: str, avoided: set[str]) 
 
 
 @pytest.mark.parametrize(
+    ("parameters", "written"),
+    [(8_030_000_000, "8 B"), (2_614_000_000, "2.6 B"), (124_439_808, "124 M"), (999, "999")],
+)
+def test_parameters_are_counted_without_exponents(parameters: int, written: str) -> None:
+    first = next(advise(Situation(parameters, "nvswitch", None, 0)))
+    assert first.why.startswith(f"{written} parameters")
+
+
+@pytest.mark.parametrize(
     ("billions", "between", "takes"),
     [(8, "infiniband", False), (6, "infiniband", True), (8, "ethernet", True)],
 )

@@ -50,7 +50,8 @@ def advise(situation: Situation) -> Iterator[Advice]:
 def _count(number: int) -> str:
     for size, letter in ((1e9, "B"), (1e6, "M")):
         if number >= size:
-            return f"{number / size:.2g} {letter}"
+            digits = ".2g" if number < 10 * size else ".0f"
+            return f"{number / size:{digits}} {letter}"
     return f"{number:,}"
 
 
