@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from time import sleep
 from types import FrameType
 from typing import Any, Self
 
@@ -330,9 +331,19 @@ def test_what_no_schedule_lists_is_served_every_time(name: str, strategy: str) -
 
 def test_a_gradient_that_comes_while_its_bucket_travels_waits_for_it_and_is_added() -> None:
     sharded = sw.shard(Chain(), comm=FakeComm(0, 2))
+    recorder = Recorder(sharded)
+    reduced_twice(sharded)
+    ops = [event.op for event in recorder.events if event.unit == "head"]
+    assert ops == [Op.GATHER, Op.REDUCE, Op.SETTLE, Op.REDUCE, Op.SETTLE, Op.FREE]
+    grad = sharded.model.get_parameter("head.weight").grad
+    assert grad is not None
+    assert torch.equal(grad, torch.full_like(grad, 3.0))
+
+
+def reduced_twice(sharded: sw.Sharded) -> None:
+    """A backward pass in which gradients of 2 come after those of 1 were sent."""
     runtime, state = sharded.runtime, sharded.runtime.units["head"]
     [bucket] = state.buckets
-    recorder = Recorder(sharded)
     runtime.begin_backward(recorded=False)
     runtime.serve("head", Phase.BACKWARD, "by hand")
     for value in (1.0, 2.0):
@@ -341,11 +352,36 @@ def test_a_gradient_that_comes_while_its_bucket_travels_waits_for_it_and_is_adde
             bucket.gradients.collect(index, torch.full(slot.shape, value), carried=False)
         runtime._carry_out([Event(Op.REDUCE, "head", Phase.BACKWARD)])
     runtime.end_backward(kept=False)
-    ops = [event.op for event in recorder.events if event.unit == "head"]
-    assert ops == [Op.GATHER, Op.REDUCE, Op.SETTLE, Op.REDUCE, Op.SETTLE, Op.FREE]
-    grad = sharded.model.get_parameter("head.weight").grad
-    assert grad is not None
-    assert torch.equal(grad, torch.full_like(grad, 3.0))
+
+
+def test_a_mean_that_peers_still_read_is_not_added_to() -> None:
+    """Over shared memory a copy reads another one's part of the mean where that has put it."""
+
+    def rank(comm: Comm) -> Tensor:
+        sharded = sw.shard(Chain(), "no_shard", comm=comm)
+        if comm.rank == 1:
+            reads_late(comm)
+        reduced_twice(sharded)
+        return sharded.model.get_parameter("head.weight").grad.clone()  # type: ignore[union-attr]
+
+    for grad in run_sharing(2, rank):
+        assert torch.equal(grad, torch.full_like(grad, 3.0))
+
+
+def reads_late(comm: Any) -> None:
+    """Read what peers have sent a while after they have gone on."""
+    issue = comm._all_gather
+
+    def all_gather(*args: Any) -> Any:
+        transfer = issue(*args)
+
+        def finish() -> None:
+            sleep(0.02)
+            transfer.finish()
+
+        return transfer._replace(finish=finish)
+
+    comm._all_gather = all_gather
 
 
 # ---- the order changes -------------------------------------------------------------------------

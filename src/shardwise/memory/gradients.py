@@ -324,9 +324,9 @@ class Gradients:
             self.reducing.pending.wait()
             earlier = None if self.result is None else self.mean()
             self.result = self._to_copies(self.reducing.out)
-            if earlier is not None:  # a gradient came late
+            if earlier is not None:  # a gradient came late; peers may read what is sent, still
                 self.mean()
-                self.result.add_(earlier)
+                self.result = self.result + earlier
         self._release()
         self.reducing, self.carries = None, False
         self._reduced |= self.arrived
