@@ -341,6 +341,14 @@ def test_a_node_keeps_an_object_that_is_its_own() -> None:
     assert internals.identity(two.grad_fn) is not own
 
 
+def test_torch_says_whether_it_keeps_what_parametrizations_have_computed() -> None:
+    """Else a backward pass would read the freed weight of the call that computed it first."""
+    assert not internals.keeps_parametrized()
+    with nn.utils.parametrize.cached():
+        assert internals.keeps_parametrized()
+    assert not internals.keeps_parametrized()
+
+
 def test_a_leafs_node_is_told_from_others() -> None:
     """Else a unit whose input is a leaf would wait for a gradient that comes in any order."""
     leaf = torch.ones(2, requires_grad=True)

@@ -21,7 +21,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.schedule.events import Op, Phase
-from tests.copies import said
+from tests.copies import said, seeded
 from tests.fake import FakeComm
 from tests.nets import Batch, loss, numbers
 from tests.ranks import run_threads
@@ -315,6 +315,51 @@ def test_autocast_works_inside_and_around_the_model() -> None:
         value.backward()
 
     assert all(taken.follows for taken in play(Chain(), [step] * 3, BATCHES))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_autocast_works_around_a_pass_for_its_values_and_one_for_its_gradients(
+    strategy: str, gradients: bool
+) -> None:
+    """Self-conditioning: what the first pass has cast is not what the second one computes with."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.set_grad_enabled(gradients):
+                model(batch[0])
+            value = loss(model, batch)
+        value.backward()
+
+    play(Chain(), [step] * 3, BATCHES, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_weight_that_an_earlier_call_has_computed_has_its_gradient(strategy: str) -> None:
+    """Also where nothing else of that call is in the loss."""
+    plain, *models = [seeded(normed) for _ in range(3)]  # torch keeps one weight for all copies
+    with nn.utils.parametrize.cached():
+        plain(BATCHES[0][0])
+        loss(plain, BATCHES[0]).backward()
+    truth = {name: param.grad for name, param in plain.named_parameters()}
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sharded = sw.shard(model, strategy, comm=comm)
+        with nn.utils.parametrize.cached():
+            model(BATCHES[0][0])
+            loss(model, BATCHES[0]).backward()
+        assert_gradients(model, truth)
+        assert_at_rest(sharded)
+
+    run_threads(2, rank)
+
+
+def normed() -> nn.Module:
+    model = Chain()
+    for layer in model.layers:
+        nn.utils.parametrizations.weight_norm(layer.get_submodule("fc"))
+    return model
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

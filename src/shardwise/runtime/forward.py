@@ -44,6 +44,7 @@ from shardwise.runtime.structure_check import StructureCheck
 from shardwise.torch_internals import (
     graph_task,
     is_transformed,
+    keeps_parametrized,
     next_sequence_number,
     sequence_number,
     skip_in_dynamo,
@@ -246,6 +247,7 @@ class Hooks:
             return None
         self._expect_backward(frame, output)
         if frame.unit is not None:
+            torch.clear_autocast_cache()  # else a later call's gradient comes through this one
             self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
         if frame.listed and not self._frames:
             self.runtime.end_forward(frame.resume)
@@ -263,7 +265,8 @@ class Hooks:
     def _expect_backward(self, frame: Frame, output: Any) -> None:
         """Ask autograd to tell when it comes back; where it cannot, pin the unit.
 
-        So does an output that is a view of a parameter: the unit stays whole until the step ends.
+        So does an output that is a view of a parameter, and a weight that torch keeps for later
+        calls: the unit stays whole until the step ends.
         """
         shown = tensors(output)
         pins = frame.listed and frame.unit is not None and self._shows(frame.unit, shown)
@@ -286,8 +289,8 @@ class Hooks:
         return [node for node in made if node not in shown]
 
     def _shows(self, unit: str, shown: list[Tensor]) -> bool:
-        buckets = self.runtime.units[unit].buckets
-        return not {bucket.storage_key for bucket in buckets}.isdisjoint(map(storage_key, shown))
+        keys = {bucket.storage_key for bucket in self.runtime.units[unit].buckets}
+        return bool(keeps_parametrized()) or not keys.isdisjoint(map(storage_key, shown))
 
     # ---- other methods ---------------------------------------------------------------------
 

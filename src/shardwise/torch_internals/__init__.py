@@ -26,6 +26,7 @@ from torch._C._dynamo import eval_frame
 from torch._functorch import eager_transforms, vmap
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
+from torch.nn.utils import parametrize
 from torch.optim import _muon
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
 from torch.utils.hooks import RemovableHandle
@@ -158,6 +159,8 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 #: The method of a module by which ``.to()``, ``.half()``, ``.cuda()``, … convert its tensors.
 CONVERT = "_apply"
+#: Not 0 inside ``parametrize.cached()``, where a later call uses what an earlier one has computed.
+keeps_parametrized: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
 #: In the metadata that a hook before ``load_state_dict`` gets: was ``assign=True`` said?
 ASSIGN = "assign_to_params_buffers"
 
