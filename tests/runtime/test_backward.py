@@ -311,3 +311,14 @@ def test_a_rank_that_is_asked_names_the_step_the_half_and_the_unit() -> None:
     assert first == second
     steps = [f"step {step}: {half} of 1" for step in (1, 2) for half in ("forward", "backward")]
     assert first == ["", *steps, "after step 2"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_pass_may_be_for_some_parameters(strategy: str) -> None:
+    """As where a generator's loss is not to reach its critic."""
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        value = model(batch[0]).square().sum()
+        value.backward(inputs=[*model.get_submodule("2").parameters()])
+
+    play(critic(), [step] * 3, BATCHES, strategy=strategy, wrap=BY_LAYER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Call:
         return self.func(*args, **kwargs)
 
     def with_replacements(
-        self, replacements: dict[int, Tensor]
+        self, replacements: Mapping[int, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with other tensors in place of some, by id."""
         kwargs = {name: _replace(value, replacements) for name, value in self.kwargs.items()}
@@ -109,7 +109,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _replace(value: Any, replacements: dict[int, Tensor]) -> Any:
+def _replace(value: Any, replacements: Mapping[int, object]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_replace(item, replacements) for item in value)
     return replacements.get(id(value), value)

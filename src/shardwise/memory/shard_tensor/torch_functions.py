@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree, ShardUseError
@@ -56,6 +57,8 @@ def dispatch(call: Call) -> Any:
 def gather_arguments(call: Call, refusal: ShardUseError) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gather the arguments; outside a pass, or to write to a shard, is the ``refusal``."""
     shards = {id(shard): shard for shard in call.shards(call.tensors())}
+    if call.func is torch.autograd.backward:  # ``inputs``, of which it reads no values
+        return call.with_replacements({at: get_gradient_edge(shards[at]) for at in shards})
     serving = [(shard, shard.sharding.serving) for shard in shards.values()]
     if call.is_shard(call.written) or any(engine is None for _, engine in serving):
         raise refusal
