@@ -173,6 +173,7 @@ class Net(nn.Linear):
         y = super().forward(x.float().flatten(1))
         return Out(y, (y * 2, None))
 def rows():
+    print("this is no part of the answer")
     return Net(12, 4), torch.zeros(8, 3, 4)
 def tokens():
     return Net(12, 4), torch.zeros(8, 12, dtype=torch.int64)

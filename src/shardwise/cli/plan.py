@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Pa
         raise ConfigError(f"{write} exists, and nothing was written. Name another file.")
     if write is not None:
         _refuse_missing_folder(write)
-    with without_their_noise():
+    # What a model or a library prints as it is imported is not part of the answer.
+    with without_their_noise(), redirect_stdout(sys.stderr):
         subject, verdict = answer(model, asked)
     if write is not None and subject.recipe is None:
         raise ConfigError(
