@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.config.prefetch import Prefetch
-from shardwise.plan.forecast import repeated
+from shardwise.plan.forecast import observe, repeated
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Planner
 from shardwise.plan.forecast.question import Inputs, Question
+from shardwise.plan.forecast.work import StepWork
 from shardwise.plan.units.wrap import Wrap, automatic, whole
 from tests.plan.forecast.test_repeated import decoder
 from tests.plan.forecast.test_search import question
@@ -100,6 +102,12 @@ class Blocks(nn.Module):
         return self.path(self, x)
 
 
+def in_order(model: Blocks, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
 def by_number(model: Blocks, x: Tensor) -> Tensor:
     for number in range(10):
         x = model.layers[number](x)
@@ -137,25 +145,63 @@ def every_fifth(model: Blocks, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(
-    "path", [by_number, beside_another_list, twice, backwards, all_kept, every_fifth]
-)
-def test_few_blocks_stand_for_all_only_where_a_step_of_all_says_so(
-    path: Callable[[Blocks, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def question_of(path: Callable[[Blocks, Tensor], Tensor]) -> Question:
     with torch.device("meta"):
         model = Blocks(path)
 
     def inputs(rows: int) -> Inputs:
         return (torch.zeros(rows * 64, 256, device="meta"),), {}
 
-    asked = Question(model, inputs, known().machine("L4", 2), 2)
+    return Question(model, inputs, known().machine("L4", 2), 2)
+
+
+@pytest.mark.parametrize(
+    "path", [by_number, beside_another_list, twice, backwards, all_kept, every_fifth]
+)
+def test_few_blocks_stand_for_all_only_where_a_step_of_all_says_so(
+    path: Callable[[Blocks, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = question_of(path)
     candidate = Candidate("full_shard", 4)
     planner = Planner(asked)
     planner.peak(candidate)  # an estimate: only from then on may few blocks stand for all
     planned = planner.forecast(candidate)
     monkeypatch.setattr(repeated, "FEWEST", 100)
     assert planned == Planner(asked).forecast(candidate)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Numbers of blocks of which a backward pass was observed."""
+    blocks, plain = set[int](), observe.observe
+
+    def noted(model: Blocks, *args: Any) -> StepWork:
+        work = plain(model, *args)
+        if any(unit.backward.kernels for unit in work.units.values()):
+            blocks.add(len(model.layers))
+        return work
+
+    monkeypatch.setattr("shardwise.plan.forecast.planner.observe", noted)
+    return blocks
+
+
+@pytest.mark.parametrize(("path", "blocks"), [(in_order, 4), (every_fifth, 10)])
+def test_where_few_blocks_stand_for_all_only_they_are_trained(
+    path: Callable[[Blocks, Tensor], Tensor], blocks: int, trained: set[int]
+) -> None:
+    planner = Planner(question_of(path))
+    for rows in (1, 4):
+        planner.peak(Candidate("full_shard", rows))
+    assert trained == {blocks}
+
+
+def test_blocks_that_share_units_unless_they_are_recomputed(trained: set[int]) -> None:
+    joined = {"wrap": automatic(joined_nbytes=3 * 4 * 256 * 1024 * 2)}
+    planner = Planner(replace(question_of(in_order), arguments=joined))
+    planner.peak(Candidate("full_shard", 4, recompute=1))
+    assert trained == {4}
+    planner.peak(Candidate("full_shard", 4))
+    assert trained == {4, 10}
 
 
 def test_a_process_on_cpu_holds_more_than_its_tensors_take_at_once() -> None:

@@ -20,9 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.grid import Grid, shape_of
 from shardwise.config.options import Options
@@ -34,6 +33,7 @@ from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Accelerator, known
 from shardwise.plan.forecast.memory import MemoryForecast
+from shardwise.plan.forecast.moments import EngineMoments, activations
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.question import Question
 from shardwise.plan.forecast.rates import Rates
@@ -41,7 +41,9 @@ from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
 from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.forecast.work import Span, StepWork
 from shardwise.plan.residency import stays_gathered
+from shardwise.plan.units.structure import all_nbytes
 from shardwise.plan.units.units import Units
+from shardwise.plan.units.wrap import automatic
 
 R = TypeVar("R")
 
@@ -119,25 +121,25 @@ class Planner:
         """Bytes of activations at most: less than any strategy takes."""
 
         def most(depth: _Depth) -> tuple[float]:
-            alive, within, _ = _activations(self._work(candidate, depth))
+            alive, within, _ = activations(self._work(any_one, depth))
             return (float((alive + within).max()),)
 
+        any_one = Candidate("full_shard", candidate.micro_batch, recompute=candidate.recompute)
         key = "activations", candidate.micro_batch, candidate.recompute
-        return self._once(key, lambda: self._line(candidate, most)[0])
+        return self._once(key, lambda: self._line(any_one, most)[0])
 
     def seconds(self, candidate: Candidate) -> float:
         """Estimate a step of it."""
         return self._line(candidate, lambda depth: (self._time(candidate, depth).seconds,))[0]
 
     def computed(self, candidate: Candidate) -> float:
-        """Seconds in which the device computes, in a step: less than any strategy takes."""
-        alone = replace(Candidate("no_shard", candidate.micro_batch), recompute=candidate.recompute)
+        """Seconds in which the device computes, in a step: as many in strategies of equal units."""
 
         def total(depth: _Depth) -> tuple[float]:
-            (first, _), *_ = self._time(alone, depth).micro_batches
+            (first, _), *_ = self._time(candidate, depth).micro_batches
             return (first.computed.total,)
 
-        key = "computed", candidate.micro_batch, candidate.recompute
+        key = "computed", candidate.micro_batch, candidate.recompute, self._stays(candidate)
         once = self._once(key, lambda: self._line(candidate, total)[0])
         return once * self.question.micro_batches(candidate)
 
@@ -157,8 +159,9 @@ class Planner:
             ]
             return whole.optimizer, *links
 
-        key = "busy", *_drawn(candidate), candidate.recompute, len(times)
-        optimizer, *links = self._once(key, lambda: self._line(candidate, busy))
+        alone = replace(candidate, offload="none")
+        key = "busy", *_drawn(alone), candidate.recompute, len(times)
+        optimizer, *links = self._once(key, lambda: self._line(alone, busy))
         computed, slowed = self.computed(candidate) / sum(times), 1 - 1 / (1 + self._contention)
         walks = (max(s, computed + slowed * min(s, computed)) for s in links)
         return optimizer + sum(n * walk for n, walk in zip(times, walks, strict=True))
@@ -184,12 +187,12 @@ class Planner:
         key = (*_drawn(candidate), candidate.prefetch, candidate.recompute, mode, depth.blocks)
         work = self._work(candidate, depth)
 
-        def make() -> _Engine:
+        def make() -> EngineMoments:
             blueprint = self._blueprint(candidate, depth)
             given = blueprint, work.order, work, self.question.optimizer, mode
-            return _Engine.of(memory.forecast(*given), work)
+            return EngineMoments.of(memory.forecast(*given), work)
 
-        return self._once(key, make).peaks(work)
+        return self._once(key, make).most(work)
 
     def _time(self, candidate: Candidate, depth: _Depth) -> TimeForecast:
         asked, times = self.question, self.question.micro_batches(candidate)
@@ -210,15 +213,14 @@ class Planner:
 
     def _stack(self, candidate: Candidate) -> Stack | None:
         """The blocks that are alike, where each is of units of its own and few stand for all."""
-        key = "stack", candidate.recompute, self._stays(candidate)
-        return self._once(key, lambda: self._find_stack(candidate))
+        units = self._units(candidate, _Depth(self.question.model, None, 0))
+        key = "stack", max(1, candidate.recompute), id(units)
+        return self._once(key, lambda: self._find_stack(candidate, units))
 
-    def _find_stack(self, candidate: Candidate) -> Stack | None:
-        model = self.question.model
-        stack = stack_of(model, max(1, candidate.recompute))
+    def _find_stack(self, candidate: Candidate, units: Units) -> Stack | None:
+        stack = stack_of(self.question.model, max(1, candidate.recompute))
         if stack is None:
             return None
-        units = self._units(candidate, _Depth(model, None, 0))
         if not {*range(stack.depth)} <= {stack.number_of(unit.name) for unit in units}:
             return None
         return stack if self._once("alike", lambda: self._is_alike(candidate, stack)) else None
@@ -226,15 +228,24 @@ class Planner:
     def _is_alike(self, candidate: Candidate, stack: Stack) -> bool:
         """Is a step of few blocks, repeated, that of all? A model may compute between them.
 
-        Asked once, of one micro-batch without recomputation.
+        Asked once, of one micro-batch without recomputation, of blocks that share no unit, and of
+        the forward pass alone: from that the backward pass follows.
         """
-        plain, every = replace(candidate, recompute=0), replace(stack, period=1)
-        whole = _Depth(self.question.model, None, 0)
+        arguments = self.question.arguments
+        alone = {"wrap": replace(arguments.get("wrap") or automatic(), joined_nbytes=0)}
+        asked = replace(self.question, loss=_no_loss, arguments={**arguments, **alone})
+        planner, plain = Planner(asked), replace(candidate, recompute=0)
+        whole, every = _Depth(asked.model, None, 0), replace(stack, period=1)
+
+        def forward(depth: _Depth) -> StepWork:
+            work = planner._work(plain, depth)
+            return replace(work, forward=work.forward[:-1], passing=0)  # then the graph goes
+
         try:
-            repeated = self._work(plain, _Depth(whole.model, every, every.depth))
+            repeated = forward(_Depth(whole.model, every, every.depth))
         except Exception:  # noqa: BLE001 - a model's own code may count its blocks
             return False
-        return repeated == self._work(plain, whole)
+        return repeated == forward(whole)
 
     def _depths(self, candidate: Candidate) -> list[_Depth]:
         stack = self._stack(candidate)
@@ -248,17 +259,17 @@ class Planner:
         return _Depth(made, stack, blocks)
 
     def _blueprint(self, candidate: Candidate, depth: _Depth) -> Blueprint:
-        key = "blueprint", *_drawn(candidate), depth.blocks
-        drawn = self._once(key, lambda: self._draw(candidate, depth))
+        units = self._units(candidate, depth)
+        key = "blueprint", *_drawn(candidate), id(units)
+        drawn = self._once(key, lambda: self._draw(candidate, depth.model, units))
         if candidate.prefetch == 1:  # the largest unit, as usual, or as written
             return drawn
         ahead = candidate.prefetch * max(unit.gathered for unit in drawn.nbytes.values())
         return replace(drawn, policy=replace(drawn.policy, prefetch=Prefetch(ahead, ahead)))
 
-    def _draw(self, candidate: Candidate, depth: _Depth) -> Blueprint:
+    def _draw(self, candidate: Candidate, model: nn.Module, units: Units) -> Blueprint:
         device = torch.device(self.question.machine.accelerator.device)
-        options, units = self._options(candidate, depth.model), self._units(candidate, depth)
-        placement = placement_of(candidate.strategy)
+        placement, options = placement_of(candidate.strategy), self._options(candidate, model)
         return draw_on(self._grid(candidate), device, units, placement, options)
 
     def _grid(self, candidate: Candidate) -> Grid:
@@ -269,10 +280,14 @@ class Planner:
         return Grid(*(axis._replace(shared=question.shared) for axis in grid))
 
     def _units(self, candidate: Candidate, depth: _Depth) -> Units:
-        stays = self._stays(candidate)
-        key = "units", stays, bool(candidate.recompute), depth.blocks
-        wrap, options = self.question.arguments.get("wrap"), self._options(candidate, depth.model)
-        return self._once(key, lambda: units_of(depth.model, wrap, options, stays))
+        """One object for all candidates that have the same: what follows is made once for it."""
+        stays, wrap = self._stays(candidate), self.question.arguments.get("wrap")
+
+        def make() -> Units:
+            units = units_of(depth.model, wrap, self._options(candidate, depth.model), stays)
+            return self._once(("units of", *(unit.modules for unit in units)), lambda: units)
+
+        return self._once(("units", stays, bool(candidate.recompute), depth.blocks), make)
 
     def _stays(self, candidate: Candidate) -> bool:
         """Return what units depend on, besides recomputation: of all blocks, not a few."""
@@ -286,7 +301,7 @@ class Planner:
 
     def _options(self, candidate: Candidate, model: nn.Module) -> Options:
         given = {key: value for key, value in self.question.arguments.items() if key != "wrap"}
-        whole = sum(p.numel() * p.itemsize for p in model.parameters())
+        whole = self._once(("bytes", id(model)), lambda: all_nbytes((model,)))
         return Options(
             **given
             | {
@@ -304,13 +319,12 @@ class Planner:
         return replace(self.question.precision, **dtypes)
 
     def _work(self, candidate: Candidate, depth: _Depth) -> StepWork:
-        rows = candidate.micro_batch
-        how = candidate.checkpointing, candidate.computes, self._stays(candidate)
-
         few = self._shallow(depth.stack, depth.stack.kept) if depth.stack else depth
+        units, rows = self._units(candidate, few), candidate.micro_batch
+        how = rows, candidate.checkpointing, candidate.computes, id(units)
 
         def make() -> StepWork:
-            observed = self._once(("observed", rows, how, few.blocks), observe_few)
+            observed = self._once(("observed", *how), observe_few)
             if depth.stack is None:
                 return observed
             buffers = sum(buffer.nbytes for buffer in depth.model.buffers())
@@ -318,11 +332,11 @@ class Planner:
 
         def observe_few() -> StepWork:
             args, kwargs = self.question.inputs(rows)
-            given = few.model, self._units(candidate, few), args, kwargs
+            given = few.model, units, args, kwargs
             asked = self._precision(candidate), self.question.loss
             return observe(*given, candidate.checkpointing, *asked)
 
-        return self._once(("work", rows, how, few.blocks, depth.blocks), make)
+        return self._once(("work", *how, depth.blocks), make)
 
     def recipe(self, candidate: Candidate) -> dict[str, Any]:
         """The keys of a recipe that set it, with names in full."""
@@ -335,19 +349,14 @@ class Planner:
         return keys
 
 
+def _no_loss(_: Any) -> Tensor:
+    return torch.zeros((), device="meta", requires_grad=True)
+
+
 def _drawn(candidate: Candidate) -> tuple[Any, ...]:
-    """Return what a blueprint depends on."""
+    """Return what a blueprint depends on, besides its units."""
     c = candidate
-    return (
-        c.strategy,
-        c.mesh,
-        c.offload,
-        c.unsharded,
-        c.written,
-        c.wire,
-        c.computes,
-        bool(c.recompute),
-    )
+    return c.strategy, c.mesh, c.offload, c.unsharded, c.written, c.wire, c.computes
 
 
 def _without_activations(work: StepWork) -> StepWork:
@@ -355,44 +364,3 @@ def _without_activations(work: StepWork) -> StepWork:
         tuple(Span(span.unit, 0, 0) for span in spans) for spans in (work.forward, work.backward)
     )
     return replace(work, forward=forward, backward=backward, inputs=0, buffers=0)
-
-
-class _Engine(NamedTuple):
-    """The engine's bytes at each moment of a step, without activations."""
-
-    peaks_of_engine: Any  # of each moment
-    in_host: Any
-    spans: Any  # how many spans lie before it
-    is_span: Any
-    inputs: int
-
-    @classmethod
-    def of(cls, whole: MemoryForecast, work: StepWork) -> _Engine:
-        """Take the activations of ``work`` away from the forecast made with it."""
-        is_span = np.array([moment.event is None for moment in whole.moments])
-        spans = np.cumsum(is_span) - is_span
-        peaks = np.array([moment.peak for moment in whole.moments], dtype=np.int64)
-        in_host = np.array([moment.in_host for moment in whole.moments], dtype=np.int64)
-        engine = cls(peaks, in_host, spans, is_span, work.inputs)
-        levels, hosted = engine._activations(work)
-        return engine._replace(peaks_of_engine=peaks - levels, in_host=in_host - hosted)
-
-    def peaks(self, work: StepWork) -> tuple[int, int]:
-        """Bytes at most on the device, and in host memory, with the activations of ``work``."""
-        levels, hosted = self._activations(work)
-        more = work.inputs - self.inputs
-        return int((self.peaks_of_engine + levels).max()) + more, int((self.in_host + hosted).max())
-
-    def _activations(self, work: StepWork) -> tuple[Any, Any]:
-        """Bytes of activations at each moment, at most, and those in host memory."""
-        alive, within, hosted = _activations(work)
-        after = self.spans + self.is_span
-        return alive[self.spans] + within[self.spans] * self.is_span, hosted[after]
-
-
-def _activations(work: StepWork) -> tuple[Any, Any, Any]:
-    """Bytes before each span and after the last, at most above that within it, and in the host."""
-    every = (*work.forward, *work.backward)
-    alive = np.cumsum([0, *(span.grown for span in every)])
-    within = np.array([*(span.peak for span in every), 0])
-    return alive, within, np.cumsum([0, *(span.in_host for span in every)])
