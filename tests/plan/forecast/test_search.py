@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shardwise.config.precision import Precision
-from shardwise.config.strategies import STRATEGIES
+from shardwise.config.strategies import STRATEGIES, placement_of
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.ask import _Search, ask, devices
-from shardwise.plan.forecast.candidate import Candidate, candidates, savings
+from shardwise.plan.forecast.candidate import OFFLOADS, Candidate, candidates, savings
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Planner
 from shardwise.plan.forecast.question import Question
@@ -41,11 +41,17 @@ def question(ranks: int = 8, rows: int | None = None) -> Question:
 @pytest.mark.parametrize("rows", [None, 64])
 def test_the_fastest_come_first_though_most_are_not_estimated(rows: int | None) -> None:
     every = list(candidates(32, 8, [1, 2], wires=(None, "int8")))[::61]
+
+    def with_less_in_host(candidate: Candidate) -> list[Candidate]:
+        less = OFFLOADS[: OFFLOADS.index(candidate.offload)]
+        return [other for other in every if other in {replace(candidate, offload=o) for o in less}]
+
     planner, limit = planner_of(32, rows), 2.2e6
     brute = {
         candidate: planner.seconds(candidate) / planner.question.rows_of(candidate)
         for candidate in every
         if planner.peak(candidate).device < limit
+        and not any(planner.peak(other).device < limit for other in with_less_in_host(candidate))
     }
     assert 0 < len(brute) < len(every)
     planner.estimates = 0
@@ -76,7 +82,11 @@ def test_no_candidate_is_faster_than_was_thought_possible(rows: int | None) -> N
     for candidate in list(candidates(32, 8, [1, 2], wires=(None, "int8")))[::61]:
         least = planner.least(candidate)
         assert planner.computed(candidate) <= least * (1 + 1e-9)
-        assert least <= planner.seconds(candidate) * (1 + 1e-9), candidate
+        seconds = planner.seconds(candidate) * (1 + 1e-9)
+        assert least <= seconds, candidate
+        assert planner.seconds(replace(candidate, offload="none")) <= seconds, candidate
+        if not placement_of(candidate.strategy).frees:
+            assert planner.question.gathered <= planner.peak(candidate).device
 
 
 def test_the_smallest_is_found_among_few() -> None:

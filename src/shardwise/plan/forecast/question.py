@@ -59,6 +59,13 @@ class Question:
         trained = (param.dtype for param in self.model.parameters() if param.requires_grad)
         return self.precision.of(next(trained, torch.float32), trainable=True)
 
+    @property
+    def gathered(self) -> int:
+        """Bytes of all parameters, at least, on a rank that has gathered them."""
+        itemsize = self.dtypes.param.itemsize
+        whole = sum(p.numel() * min(itemsize, p.itemsize) for p in self.model.parameters())
+        return whole // self.ranks if self.shared else whole
+
     def micro_batches(self, candidate: Candidate) -> int:
         """Micro-batches of a step on each rank."""
         return 1 if self.rows is None else self.rows // (candidate.micro_batch * self.ranks)

@@ -5,17 +5,19 @@ looked at more closely, and waits again; one whose seconds are its estimate is t
 
     seconds at least        known when
     of computing            the model was observed
-    of the link, too        the model was cut as the strategy does, and its memory fits
-    estimate                the step was played on both lanes
+    of the link, too        the model was cut as the strategy does
+    estimate                its memory fits, and the step was played on both lanes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from shardwise.plan.forecast.candidate import Candidate
+from shardwise.config.strategies import placement_of
+from shardwise.plan.forecast.candidate import OFFLOADS, Candidate
 from shardwise.plan.forecast.planner import Peak, Planner
 
 Fits = Callable[[Peak], bool]
@@ -40,28 +42,43 @@ class _Waiting(NamedTuple):
 def fastest(planner: Planner, candidates: Iterable[Candidate], fits: Fits) -> Iterator[Estimate]:
     """Yield the candidates that fit, the fastest first, by their estimates.
 
+    Those with more in host memory than one that fits are left out: the copies only take time.
+
     Args:
         fits: do so many bytes at most fit?
     """
     look: tuple[Callable[[Candidate], float], ...]
     look = planner.computed, planner.least, planner.seconds
     rows = planner.question.rows_of
-    possible = enumerate(_possible(planner, candidates, fits))
-    waiting = [_Waiting(look[0](c) / rows(c), n, 0, c) for n, c in possible]
+    possible = dict.fromkeys(_possible(planner, candidates, fits))
+    waiting = [_Waiting(look[0](c) / rows(c), n, 0, c) for n, c in enumerate(possible)]
     heapify(waiting)
     while waiting:
         seconds, number, known, candidate = heappop(waiting)
         if known == len(look) - 1:
             yield Estimate(candidate, seconds)
-        elif known or fits(planner.peak(candidate)):
+            continue
+        fit = (fits(planner.peak(each)) for each in _with_less_in_host(candidate, possible))
+        if not known or (not any(fit) and fits(planner.peak(candidate))):
             seconds = look[known + 1](candidate) / rows(candidate)
             heappush(waiting, _Waiting(seconds, number, known + 1, candidate))
 
 
+def _with_less_in_host(candidate: Candidate, among: Container[Candidate]) -> Iterator[Candidate]:
+    less = OFFLOADS[: OFFLOADS.index(candidate.offload)]
+    return filter(among.__contains__, (replace(candidate, offload=each) for each in less))
+
+
 def _possible(planner: Planner, candidates: Iterable[Candidate], fits: Fits) -> Iterator[Candidate]:
-    """Leave out those whose activations alone do not fit: more rows are not observed then."""
+    """Leave out those whose activations alone do not fit: more rows are not observed then.
+
+    And those that have every unit gathered at once, where that alone does not fit.
+    """
     too_many: dict[int, int] = {}  # rows, by what is recomputed
+    holds_whole = fits(Peak(planner.question.gathered, 0))
     for candidate in sorted(candidates, key=_size):
+        if not (holds_whole or placement_of(candidate.strategy).frees):
+            continue
         rows, recompute = candidate.micro_batch, candidate.recompute
         if rows >= too_many.get(recompute, rows + 1):
             continue
