@@ -97,7 +97,8 @@ def on_meta(
                 shape = shapes.get(tensor, tensor.shape)
                 dtype = dtypes.get(tensor, tensor.dtype)
                 made = torch.empty(shape, dtype=dtype, device="meta")
-                made.requires_grad_(tensor.requires_grad)
+                if name in parameters_of(module):  # or a module that registers it anew loses it
+                    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 state[f"{prefix}.{name}".lstrip(".")] = empty.setdefault(tensor, made)
     return state
 

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
+from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.config.checkpointing import ActivationCheckpointing
+from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.work import StepWork
@@ -211,6 +213,28 @@ def test_a_model_that_looks_at_values_cannot_be_observed() -> None:
     model = Looks(4, 4)
     with pytest.raises(ScheduleError, match=r"depends on values.* Run a step: it shows"):
         observe(model, choose_units(model), (torch.ones(2, 4),), {})
+
+
+class Folds(nn.Linear):
+    """Registers its weight anew in each call, as peft's adapters of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self, "weight", nn.Identity())
+        y = super().forward(x)
+        parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+        return y
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_a_module_registers_anew_is_its_parameter_afterwards(
+    dtype: torch.dtype | None,
+) -> None:
+    model = nn.Sequential(Folds(4, 4), Folds(4, 4))
+    before = {name: id(param) for name, param in model.named_parameters()}
+    work = observe(model, choose_units(model), (torch.ones(2, 4),), {}, precision=Precision(dtype))
+    assert work.flops == 5 * 2 * 2 * 4 * 4  # the input has no gradient
+    rehearse(model, choose_units(model), (torch.ones(2, 4),), {})
+    assert {name: id(param) for name, param in model.named_parameters()} == before
 
 
 @pytest.mark.parametrize("caches", [True, False])  # without, masks look for packed rows

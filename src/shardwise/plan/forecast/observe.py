@@ -14,7 +14,7 @@ from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError, ScheduleError, ShardwiseError
 from shardwise.plan.forecast.absent_compiler import without_compiler
+from shardwise.plan.forecast.meta_autocast import autocast_off
 from shardwise.plan.forecast.recording import Recording
 from shardwise.plan.forecast.work import MMAP_THRESHOLD, StepWork
 from shardwise.plan.order import on_meta
@@ -111,12 +112,10 @@ def observe(
         for member in unit.members:
             _collect(state[f"model.{member.name}"], unit.name, recording)
     with (
-        without_compiler(),
+        _on_meta_alone(),
         _forwards(_recomputed(units, checkpointing, recording)),
         _cues(model, units, precision, recording),
         _without_values(),
-        _fused_attention(),
-        _one_sequence_a_row(),
         recording,
     ):
         step = _Step(model, loss, recording)
@@ -137,6 +136,13 @@ def observe(
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         passing=recording.passing(),
     )
+
+
+@contextmanager
+def _on_meta_alone() -> Iterator[None]:
+    """Replace what torch and transformers cannot do where tensors have no values."""
+    with without_compiler(), autocast_off(), _fused_attention(), _one_sequence_a_row():
+        yield
 
 
 @contextmanager
@@ -226,10 +232,10 @@ def _bind_anew(member: Member, unit: str, recording: Recording) -> None:
     module, name = member.owners[0]
     leaf = parameters_of(module)[name]
     assert leaf is not None
-    anew = leaf.detach().requires_grad_(leaf.requires_grad)
+    anew = nn.Parameter(leaf.detach(), leaf.requires_grad)
     _collect(anew, unit, recording)
     for module, name in member.owners:
-        parameters_of(module)[name] = cast("nn.Parameter", anew)
+        parameters_of(module)[name] = anew
 
 
 def _leave(recording: Recording, unit: str, _: nn.Module, __: Any, output: Any) -> None:
