@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise.errors import ConfigError
 from shardwise.hf.folder import config_of, locate, new_model
@@ -87,3 +88,34 @@ def test_a_model_of_another_kind_is_told_where_it_can_be_trained() -> None:
     transformers = pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=r"a t5 is no causal language model.* sw\.shard\(model\)"):
         new_model(transformers.T5Config())
+
+
+@pytest.mark.parametrize(
+    ("name", "is_decoder", "refused"),
+    [
+        ("BertConfig", False, True),
+        ("BertConfig", True, False),
+        ("BertGenerationConfig", False, True),
+        ("BartConfig", False, False),  # whose decoder is one, whatever is written
+        ("GPTNeoXConfig", False, False),
+    ],
+)
+def test_a_model_that_would_see_what_it_is_to_predict_is_refused(
+    name: str, is_decoder: bool, refused: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+    width = "d_model" if name == "BartConfig" else "hidden_size"
+    config = getattr(transformers, name)(**small, **{width: 32}, is_decoder=is_decoder)
+    ids = torch.arange(8)[None]
+    if refused:
+        with pytest.raises(ConfigError, match=r"reads in both directions.* is_decoder: true"):
+            new_model(config)
+        return
+    model = new_model(config).eval()
+    changed = ids.clone()
+    changed[0, -1] = 30
+    logits, others = (
+        model(input_ids=each, use_cache=False).logits[:, :-1] for each in (ids, changed)
+    )
+    assert torch.allclose(logits, others, atol=1e-5)

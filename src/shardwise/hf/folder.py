@@ -17,6 +17,8 @@ CONFIG = "config.json"
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 """Patterns of configuration and tokenizer."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+BOTH_DIRECTIONS = {"bert-generation", "xlnet"}
+"""Types of models that read later tokens, too, beside those that can be trained with masks."""
 
 
 def locate(
@@ -129,7 +131,7 @@ def new_model(config: Any, **options: Any) -> Any:
     """A new model of a configuration, by ``AutoModelForCausalLM.from_config``.
 
     Raises:
-        ConfigError: it is no causal language model's.
+        ConfigError: it is no causal language model's, or one that reads in both directions.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -140,7 +142,23 @@ def new_model(config: Any, **options: Any) -> Any:
             "a loop of your own, by sw.shard(model); where a command takes a model, write a "
             "function that returns it with an input, and name that: file.py:function."
         )
+    if _reads_ahead(config):
+        raise ConfigError(
+            f"a {config.model_type} reads in both directions, so it would see the very tokens that "
+            "it is trained to predict, and learn nothing. Write is_decoder: true into its "
+            "config.json, if it has that; or train it with masked tokens, in a loop of your own, "
+            "by sw.shard(model)."
+        )
     return AutoModelForCausalLM.from_config(config, **options)
+
+
+def _reads_ahead(config: Any) -> bool:
+    """Is there an encoder, whose model "for causal LM" masks no later token unless it is told?"""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    encodes = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in BOTH_DIRECTIONS
+    masks = any(getattr(config, name, False) for name in ("is_decoder", "causal"))
+    return encodes and not masks and not getattr(config, "is_encoder_decoder", False)
 
 
 def tokenizer_of(folder: Path) -> Any:
