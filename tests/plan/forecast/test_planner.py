@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -185,7 +186,19 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return blocks
 
 
-@pytest.mark.parametrize(("path", "blocks"), [(in_order, 4), (every_fifth, 10)])
+@cache
+def table(device: torch.device) -> Tensor:
+    return torch.ones(256, device=device)
+
+
+def by_a_table_of_the_process(model: Blocks, x: Tensor) -> Tensor:
+    return in_order(model, x * table(x.device))
+
+
+PATHS = [(in_order, 4), (by_a_table_of_the_process, 4), (every_fifth, 10)]
+
+
+@pytest.mark.parametrize(("path", "blocks"), PATHS)
 def test_where_few_blocks_stand_for_all_only_they_are_trained(
     path: Callable[[Blocks, Tensor], Tensor], blocks: int, trained: set[int]
 ) -> None:

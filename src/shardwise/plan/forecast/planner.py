@@ -148,6 +148,7 @@ class Planner:
 
         Computing beside it is slowed by ``contention``. So of the link's seconds, at most
         ``1 / (1 + contention)`` cost nothing, and those only while there is something to compute.
+        What is in host memory takes no less, so it is not looked at.
         """
         times = [n for _, n in time.modes(self.question.micro_batches(candidate))]
 
@@ -234,15 +235,16 @@ class Planner:
         arguments = self.question.arguments
         alone = {"wrap": replace(arguments.get("wrap") or automatic(), joined_nbytes=0)}
         asked = replace(self.question, loss=_no_loss, arguments={**arguments, **alone})
-        planner, plain = Planner(asked), replace(candidate, recompute=0)
-        whole, every = _Depth(asked.model, None, 0), replace(stack, period=1)
+        plain, every = replace(candidate, recompute=0), replace(stack, period=1)
+        few, whole = _Depth(asked.model, every, every.depth), _Depth(asked.model, None, 0)
 
         def forward(depth: _Depth) -> StepWork:
-            work = planner._work(plain, depth)
+            work = Planner(asked)._work(plain, depth)
             return replace(work, forward=work.forward[:-1], passing=0)  # then the graph goes
 
         try:
-            repeated = forward(_Depth(whole.model, every, every.depth))
+            forward(few)  # which makes the tables that a process makes once
+            repeated = forward(few)
         except Exception:  # noqa: BLE001 - a model's own code may count its blocks
             return False
         return repeated == forward(whole)
