@@ -18,6 +18,9 @@ WARNINGS = (
     "module forward hook with ``always_call=True``",
     # Of transformers: peft asks for a name that it has changed.
     "`is_gradient_checkpointing` is deprecated",
+    # Of peft: patterns that it writes itself for experts, whose weights are in no module.
+    "The following rank_pattern keys did not match any targeted module",
+    "The following alpha_pattern keys did not match any targeted module",
 )
 LOGGED = {
     # It is a faster kernel for inference, of a package on the hub; training does not use it.
