@@ -158,7 +158,7 @@ def ours(size: Size) -> TrainedModel:
     sharded = sw.shard(model)
 
     def places() -> Places:
-        for shard in param_shards(sharded.buckets, sharded.model):
+        for shard in param_shards(sharded):
             yield shard.member.param, shard.member.name, shard.value.detach(), shard.start
 
     def new_optimizer() -> Optimizer:

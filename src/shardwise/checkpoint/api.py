@@ -122,6 +122,7 @@ def load(
     *,
     strict: bool = True,
     cast: bool = False,
+    names: Callable[[str], bool] | None = None,
 ) -> Loaded:
     """Load a checkpoint of any number of ranks, or a Hugging Face folder. A collective.
 
@@ -131,6 +132,7 @@ def load(
         training: its scheduler and scaler get theirs; and random generators are restored.
         strict: whatever does not fit is an error; ``False`` leaves it out, and says so.
         cast: floating-point tensors in the files may have another dtype than the model's.
+        names: which of the model's tensors are loaded, as of ``save``; the others stay.
 
     Raises:
         CheckpointError: on every rank alike, naming everything that does not fit.
@@ -147,6 +149,7 @@ def resume(
     *,
     strict: bool = True,
     cast: bool = False,
+    names: Callable[[str], bool] | None = None,
 ) -> Loaded | None:
     """``load`` the whole checkpoint in ``run`` that was saved last. A collective.
 

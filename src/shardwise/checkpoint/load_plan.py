@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,23 +66,28 @@ class Matched:
 
 
 def match(
-    tensors: Sequence[ModelTensor], stored: Mapping[str, Stored], aliases: Mapping[str, str]
+    tensors: Sequence[ModelTensor],
+    stored: Mapping[str, Stored],
+    aliases: Mapping[str, str],
+    wanted: Callable[[str], bool] | None = None,
 ) -> Matched:
     """Find each tensor of the model.
 
     Args:
         aliases: further names that the files' writer knew → the stored name.
+        wanted: are tensors of this name to be loaded? ``None``: all are.
     """
     pairs: dict[str, str] = {}
     misfits: dict[str, dict[str, str]] = {kind: {} for kind in MISFITS}
-    known: set[str] = set()
+    known: set[str | None] = set()
     for names, dtype, shape in tensors:
         name, stored_name = names[0], find_stored(names, stored, aliases)
-        known.update(names)
+        known.update(names, [stored_name])
+        if wanted and not wanted(name):
+            continue
         if stored_name is None:
             misfits["missing"][name] = f"{name}: not stored"
             continue
-        known.add(stored_name)
         tensor = stored[stored_name]
         if (kind := _misfit(tensor, dtype, shape)) in (None, "cast"):
             pairs[name] = stored_name
@@ -90,9 +95,7 @@ def match(
             ours, theirs = (shape, tensor.shape) if kind == "misshapen" else (dtype, tensor.dtype)
             misfits[kind][name] = f"{name}: stored as {theirs}, the model has {ours}"
     misfits["unexpected"] = {
-        name: f"{name}: stored, and the model has no such name"
-        for name in stored
-        if name not in known
+        n: f"{n}: stored, and the model has no such name" for n in stored if n not in known
     }
     for name in list(misfits["missing"])[:NEAREST]:
         if like := nearest(name, list(misfits["unexpected"] or stored), 1):
@@ -123,18 +126,18 @@ class ModelPlan:
         sharded: ShardedModel,
         stored: Mapping[str, TensorLocation],
         aliases: Mapping[str, str],
+        wanted: Callable[[str], bool] | None = None,
     ) -> None:
-        self.shards = param_shards(sharded.buckets, sharded.model)
+        self.shards = param_shards(sharded)
         self._buffers = held_whole(sharded.model)
         self._comm, self._stored = sharded.comm, stored
         self._late: list[tuple[Tensor, Tensor]] = []
         self.inexact: list[str] = []
         of_model = [(s.member.aliases, s.value.dtype, s.member.shape) for s in self.shards]
         of_model += [(names, buffer.dtype, buffer.shape) for names, buffer in self._buffers]
-        tensors = [
-            ModelTensor(n, code_of(dtype, n[0]), tuple(shape)) for n, dtype, shape in of_model
-        ]
-        self.matched = match(tensors, {n: place.stored for n, place in stored.items()}, aliases)
+        tensors = [ModelTensor(n, code_of(d, n[0]), tuple(shape)) for n, d, shape in of_model]
+        places = {name: place.stored for name, place in stored.items()}
+        self.matched = match(tensors, places, aliases, wanted)
 
     def requests(self, own: Mapping[str, TensorLocation]) -> Iterator[ReadRequest]:
         """Every rank's part of parameters, and whole buffers.
@@ -241,7 +244,7 @@ class LoadPlan:
         self, sharded: ShardedModel, checkpoint: OpenCheckpoint, options: LoadOptions
     ) -> None:
         self._checkpoint, self._comm, self._buckets = checkpoint, sharded.comm, sharded.buckets
-        self._model = ModelPlan(sharded, checkpoint.weights, checkpoint.aliases)
+        self._model = ModelPlan(sharded, checkpoint.weights, checkpoint.aliases, options.names)
         self._inexact = self._model.inexact
         self._optimizers: Restored | None = None
         problems = self._model.matched.problems(options.cast)
@@ -342,10 +345,8 @@ class LoadPlan:
         for name, place in self._checkpoint.own.items():
             if name.startswith(RNG):
                 size = place.stored.shape[1]
-                states[name.removeprefix(RNG)] = torch.empty(size, dtype=torch.uint8)
-                self.requests.append(
-                    request_for(place, comm.rank * size, states[name.removeprefix(RNG)])
-                )
+                state = states[name.removeprefix(RNG)] = torch.empty(size, dtype=torch.uint8)
+                self.requests.append(request_for(place, comm.rank * size, state))
         return states
 
 

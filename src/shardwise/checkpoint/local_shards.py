@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.checkpoint.safetensors_format import code_of
 from shardwise.checkpoint.wrappers import bare_names
-from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.optim.sharded_model import ShardedModel
 from shardwise.plan.layout.layout import Layout, Slot
 from shardwise.plan.units.units import Member
 from shardwise.torch_internals import buffers_of, parameters_of
@@ -69,13 +69,10 @@ class ParamShard:
         return LocalShard(entry, value, self.start // block)
 
 
-def param_shards(buckets: Iterable[Bucket], model: nn.Module) -> list[ParamShard]:
-    """Every parameter, in the order of slots: what a rank holds of a bucket is one range.
-
-    Their names are those without wrappers; the buckets are the ``model``'s.
-    """
-    shards, bare = [], bare_names(model)
-    for bucket in buckets:
+def param_shards(sharded: ShardedModel) -> list[ParamShard]:
+    """Every parameter, in the order of slots: what a rank holds of a bucket is one range."""
+    shards, bare = [], bare_names(sharded.model)
+    for bucket in sharded.buckets:
         bucket.adopt()
         spec = bucket.spec
         views, slots = spec.rest_views(bucket.shard), spec.slots

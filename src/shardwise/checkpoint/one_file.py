@@ -103,7 +103,7 @@ def _by_ranges(sharded: ShardedModel, final: Path, wanted: Wanted) -> tuple[int,
 
 def _plan(sharded: ShardedModel, wanted: Wanted, one_writer: bool) -> SavePlan:
     """One file; of the names of a tied tensor it has the first that is wanted."""
-    shards, aliases = weights(param_shards(sharded.buckets, sharded.model), sharded.model)
+    shards, aliases = weights(param_shards(sharded), sharded.model)
     names = {shard.entry.name: [shard.entry.name] for shard in shards}
     for alias, name in aliases.items():
         names[name].append(alias)

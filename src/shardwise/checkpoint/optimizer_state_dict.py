@@ -48,7 +48,7 @@ def optimizer_state(sharded: ShardedModel, optimizer: Optimizer, how: StateDict)
 
     Its tensors are whole, or this rank's parts; it is empty where ``rank0_only`` leaves a rank out.
     """
-    comm, named = sharded.comm, Named(param_shards(sharded.buckets, sharded.model))
+    comm, named = sharded.comm, Named(param_shards(sharded))
     comm.agree(how.facts())
     groups, parts, state = raise_on_all(
         comm, "reading optimizer state", lambda: _local(optimizer, named, how)
@@ -153,7 +153,7 @@ def put_optimizer_state(
     tensors = _tensors(states) if comm.rank == 0 else {}
     places = offered(comm, tensors)
     aliases = further_names([n for group in record["groups"] for n in group["params"]], {})
-    named = Named(param_shards(sharded.buckets, sharded.model))
+    named = Named(param_shards(sharded))
     stored = StoredStates([record], places, aliases, {})
     restoring = raise_on_all(comm, "comparing", lambda: Restored((optimizer,), named, stored))
     if problems := [*_of_another(optimizer, record), *restoring.problems]:

@@ -67,7 +67,7 @@ class SaveOptions:
             stays, however old.
         files: further small files for the folder: name → text or bytes.
         names: which of the model's tensors are stored, by name, such as those of an adapter;
-            ``None`` = all. What is loaded of them is then not ``strict``.
+            ``None`` = all. They are loaded by the same ``names``.
         snapshot_bytes: host memory that a rank may use to save in the background; what does not
             fit is copied as the writing goes on, and the next step waits. ``None``: see
             ``budget_of``.
@@ -181,9 +181,11 @@ class LoadOptions:
         training: whose scheduler and scaler are restored; with it, random generators are, too.
         strict: whatever does not fit is an error, and not left out.
         cast: stored floating-point tensors may have another dtype than the model's.
+        names: which of the model's tensors are loaded; ``None`` = all.
     """
 
     optimizers: Sequence[Optimizer] = ()
     training: Training | None = None
     strict: bool = True
     cast: bool = False
+    names: Callable[[str], bool] | None = None

@@ -279,11 +279,7 @@ def _shared_out(run: Held) -> Iterator[Held]:
     """Ranks that hold the same run write equal parts of it, in whole pages."""
     length, count, at = run.stop - run.start, len(run.ranks), run.start
     for k in range(count):
-        end = (
-            run.stop
-            if k + 1 == count
-            else min(run.stop, _up(run.start + length * (k + 1) // count))
-        )
+        end = min(run.stop, _up(run.start + length * (k + 1) // count))
         if at < end:
             yield Held(at, end, (*run.ranks[k:], *run.ranks[:k]))
             at = end

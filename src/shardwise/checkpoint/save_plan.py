@@ -154,7 +154,7 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
 
 def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     options = request.options
-    params = param_shards(sharded.buckets, sharded.model)
+    params = param_shards(sharded)
     shards, aliases = weights(params, sharded.model)
     whole = {s.entry.name: s.value for s in shards if s.entry.everywhere and s.value.numel()}
     if (wanted := options.names) is not None:

@@ -173,7 +173,7 @@ def model_state(sharded: ShardedModel, how: StateDict) -> dict[str, Any]:
     kept = how.kind != "full" or comm.rank == 0 or not how.rank0_only
     for bucket in buckets if how.kind == "full" else ():
         states |= _whole(bucket, members[bucket], how, kept)
-    for shard in param_shards(buckets, sharded.model) if how.kind != "full" else ():
+    for shard in param_shards(sharded) if how.kind != "full" else ():
         states |= how.chosen(shard.member.aliases, shard.value, shard)
     for names, buffer in held_whole(sharded.model) if kept else ():
         states |= how.chosen(names, buffer)

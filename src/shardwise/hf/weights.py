@@ -30,7 +30,7 @@ def read(reader: CheckpointReader, file_map: FileMap, sharded: ShardedModel) -> 
     """Fill this rank's shards, and whole buffers. No communication."""
     whole = (*sharded.model.buffers(), *ignored_params(sharded.model).values())
     values: dict[Tensor, tuple[Tensor, int]] = {t: (t.detach().view(-1), 0) for t in whole}
-    for shard in param_shards(sharded.buckets, sharded.model):
+    for shard in param_shards(sharded):
         values[shard.member.param] = shard.value.detach().view(-1), shard.start
     requests = [
         request_for(place, start, part[: max(0, prod(place.stored.shape) - start)])

@@ -151,9 +151,8 @@ class Checkpoints:
 
     def _load_newest(self, folder: Path) -> Loaded | None:
         try:
-            training, strict = self._restored(), self._stored is None
-            report = self._job.sharded.resume(folder, self._job.optimizer, training, strict=strict)
-            return report and self._checked(report)
+            arguments = (folder, self._job.optimizer, self._restored())
+            return self._job.sharded.resume(*arguments, names=self._stored)
         except DamagedCheckpoint as error:  # all of them
             if self._job.recipe.run.overwrite and folder == self._folder:
                 return None
@@ -171,20 +170,8 @@ class Checkpoints:
         if document is None:
             raise _not_of_a_run(path)
         self._check_document(path, document)
-        training, strict = self._restored(), self._stored is None
-        report = self._job.sharded.load(path, self._job.optimizer, training, strict=strict)
-        return self._checked(report)
-
-    def _checked(self, report: Loaded) -> Loaded:
-        """Check what was loaded, which may lack the frozen base of an adapter and nothing else."""
-        stored = self._stored or (lambda _: True)
-        lost = [*filter(stored, report.missing), *report.misshapen, *report.unexpected]
-        if lost:
-            raise CheckpointError(
-                f"{_relative(report.path)} does not hold this run's adapter: {len(lost)} tensors "
-                f"do not fit, such as {lost[0]}. Resume with the adapter section it was saved with."
-            )
-        return report
+        arguments = (path, self._job.optimizer, self._restored())
+        return self._job.sharded.load(*arguments, names=self._stored)
 
     def _restored(self) -> Training:
         """Return which parts of the training state were restored."""
