@@ -20,6 +20,7 @@ import shardwise as sw
 from shardwise.comm import memory, pages
 from shardwise.comm.protocol import Comm
 from tests.copies import on_ranks, said
+from tests.forked import forked
 from tests.ranks import run_threads
 from tests.steps import assert_gradients
 
@@ -323,3 +324,11 @@ def test_an_array_in_the_memory_of_a_gathered_parameter_stays_readable(
             assert torch.equal(torch.from_numpy(model[0].array), expected)
 
     on_ranks(2, lambda: nn.Sequential(Arrays(6, 6), nn.Linear(6, 3)), rank)
+
+
+@forked
+def test_the_first_device_context_of_a_process_is_for_functions_that_are_wrapped() -> None:
+    # transformers asks in this way whether it builds a model on the meta device.
+    sw.shard(nn.Linear(2, 2))
+    with torch.device("meta"):
+        assert torch.tensor([]).is_meta

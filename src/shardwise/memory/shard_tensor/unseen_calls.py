@@ -40,6 +40,9 @@ _KINDS = frozenset((ShardTensor, ShardedParameter, list, tuple))
 @cache
 def intercept_calls() -> None:
     """Wrap torch's functions once per process, when the first model is sharded."""
+    # The first context of a device lists the functions that it is for: these, and not our own.
+    with torch.device("meta"):
+        torch.empty(0)
     for owner, name in (*UNSEEN_CALLS, *INITIALISATIONS):
         original = inspect.getattr_static(owner, name)
         is_bound = isinstance(original, (classmethod, ClassMethodDescriptorType))
@@ -77,9 +80,7 @@ def _of_any_class(method: Any) -> Callable[..., Any]:
 def _intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not (
-            _KINDS.isdisjoint(map(type, args)) and _KINDS.isdisjoint(map(type, kwargs.values()))
-        ):
+        if not _KINDS.isdisjoint(map(type, (*args, *kwargs.values()))):
             args, kwargs = _without_shards(function, args, kwargs)
         return function(*args, **kwargs)
 
