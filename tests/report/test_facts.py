@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shardwise.report import facts
 from shardwise.report.run import Run, read_run
 from tests.report.runs import folder_of_a_run
@@ -18,6 +20,23 @@ def test_results_are_the_last_numbers_of_the_log(tmp_path: Path) -> None:
     assert shown["sharding"] == "full_shard over 2 ranks"
     assert shown["memory"] == "512.0 MiB"
     assert shown["versions"] == "python 3.11, torch 2.13"
+
+
+@pytest.mark.parametrize(
+    ("planned", "measured", "shown"),
+    [
+        (2000.0, 1000.0, "1,000, planned 2,000 (-50%)"),
+        (None, 1000.0, "1,000, not planned"),
+        (2000.0, None, "planned 2,000"),
+        (None, None, "not planned"),
+    ],
+)
+def test_what_was_not_planned_is_said_so(
+    planned: float | None, measured: float | None, shown: str
+) -> None:
+    line = {"record": "compared", "elapsed": 1.0, "rate": measured, "planned_rate": planned}
+    results = dict(facts.results([Run("run", (line,), {}, None)]))
+    assert results["tokens/s beside the plan"] == shown
 
 
 def test_what_a_run_has_not_recorded_is_missing() -> None:

@@ -90,10 +90,12 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
     said = str(caught.value)
     assert said.startswith("with gradients and optimizer state, the model of 64 layers of width")
     assert "full_shard over 2 ranks takes 708.0 GiB for the 2 of them on this cpu" in said
-    assert "which has 22.4 GiB. Choose a smaller model" in said
+    assert "which has 22.4 GiB. Choose a smaller model, more machines or sharding.p" in said
     check_memory(large, CPU, 128)
-    with pytest.raises(ConfigError):
-        check_memory(large, CPU, 2, 300)
+    keys = "sharding.strategy=zero1", "sharding.precision.stored_dtype=bfloat16"
+    narrow = tiny_recipe(tmp_path, "model.width=8192", "model.layers=64", *keys)
+    with pytest.raises(ConfigError, match=r"more machines or sharding.strategy full_shard\.$"):
+        check_memory(narrow, CPU, 2, 300)
 
 
 def test_the_host_memory_of_a_machine_is_that_of_all_ranks_that_any_launcher_started_there(

@@ -36,6 +36,10 @@ def _both(run: Run, term: str, form: Callable[[Any], str]) -> str:
     """Give what was measured, what was planned, and how much more that is."""
     compared = run.last("compared")
     planned, measured = compared[f"planned_{term}"], compared[term]
+    if planned is None:
+        return "not planned" if measured is None else f"{form(measured)}, not planned"
+    if measured is None:
+        return f"planned {form(planned)}"
     return f"{form(measured)}, planned {form(planned)} ({_more(planned, measured)})"
 
 

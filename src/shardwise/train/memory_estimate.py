@@ -66,11 +66,20 @@ def check_memory(
             raise ConfigError(
                 f"with gradients and optimizer state, {_described(recipe)}, "
                 f"{recipe.sharding.strategy} over {ranks:,} ranks takes {size(needed)} for the "
-                f"{count:,} of them {where}, which has {size(available)}. Choose a smaller model, "
-                "more machines, sharding.strategy full_shard, or sharding.precision.stored_dtype "
-                "bfloat16."
+                f"{count:,} of them {where}, which has {size(available)}. Choose "
+                f"{_less(recipe)}."
             )
     return Predicted(row.stored, row.gradients, row.optimizer, row.in_host, row.gathered)
+
+
+def _less(recipe: Recipe) -> str:
+    """Name what would take less than ``recipe`` does, by its keys."""
+    sharding, choices = recipe.sharding, ["a smaller model", "more machines"]
+    if placement_of(sharding.strategy).name != "full_shard":
+        choices.append("sharding.strategy full_shard")
+    if recipe.adapter.rank is None and sharding.precision.stored_dtype != "bfloat16":
+        choices.append("sharding.precision.stored_dtype bfloat16")
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def predict(recipe: Recipe, ranks: int, vocabulary: int = MIN_VOCABULARY) -> Kept:
