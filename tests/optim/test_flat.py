@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isnan
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -537,34 +533,3 @@ def test_it_wants_the_handle_of_a_sharded_model() -> None:
             f"sw.optim.AdamW was given a {what}, and it needs the flat shards of a sharded model. "
             "Pass the handle that sw.shard() returned: sw.optim.AdamW(sharded)."
         )
-
-
-# ---- imports -------------------------------------------------------------------------------
-
-STEP = """
-import sys, torch, shardwise as sw
-from shardwise.plan.forecast.observe import observe
-from shardwise.plan.units.units import choose_units
-model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
-optimizer, ids = sw.optim.AdamW(sw.shard(model)), torch.zeros(2, 4, dtype=torch.int64)
-model(ids).sum().backward()
-optimizer.step()
-optimizer.zero_grad()
-plain = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
-observe(plain, choose_units(plain), (ids,), {})
-print(model[0].weight.grad, "torch._dynamo" in sys.modules)
-"""
-
-
-def test_neither_a_step_nor_its_plan_imports_the_compiler() -> None:
-    """It takes seconds of each start; torch's ``zero_grad`` and its meta kernels do."""
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", STEP],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    assert done.stdout == "None False\n"

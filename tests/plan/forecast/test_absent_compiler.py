@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -46,3 +47,24 @@ def test_a_compiler_that_is_there_stays() -> None:
     before = sys.modules.setdefault(COMPILER, torch._dynamo)
     with without_compiler():
         assert sys.modules[COMPILER] is before
+
+
+STEP = """
+import sys, torch, shardwise as sw
+from shardwise.plan.forecast.observe import observe
+from shardwise.plan.units.units import choose_units
+model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
+optimizer, ids = sw.optim.AdamW(sw.shard(model)), torch.zeros(2, 4, dtype=torch.int64)
+model(ids).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+plain = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
+observe(plain, choose_units(plain), (ids,), {})
+print(model[0].weight.grad, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_neither_a_step_nor_its_plan_imports_the_compiler() -> None:
+    """It takes seconds of each start; torch's ``zero_grad`` and its meta kernels do."""
+    command = [sys.executable, "-c", STEP]
+    assert subprocess.check_output(command, text=True, timeout=240) == "None False\n"
