@@ -61,11 +61,12 @@ def _vit() -> nn.Module:
     return Logits(ViTForImageClassification(ViTConfig(**shape)))
 
 
-def _llama(layers: int, width: int, vocabulary: int) -> Any:
+def llama(layers: int, width: int, vocabulary: int, between: int) -> Any:
+    """A Llama with random weights; ``between``: the width inside its feed-forward layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "use_cache": False}
-    shape |= {"num_attention_heads": width // 64, "intermediate_size": 4 * width}
+    shape |= {"num_attention_heads": width // 64, "intermediate_size": between}
     return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=vocabulary))
 
 
@@ -116,7 +117,7 @@ def _adapted() -> nn.Module:
     import peft
 
     config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights="gaussian")
-    return Logits(peft.get_peft_model(_llama(6, 256, 4_096), config))
+    return Logits(peft.get_peft_model(llama(6, 256, 4_096, 1_024), config))
 
 
 def _classified(model: nn.Module, pair: Batch) -> Tensor:
@@ -151,13 +152,13 @@ PROGRAMS: dict[str, Task] = {
     ),
     "llama": Task(
         "Llama, 6 layers of width 256, 2 × 96 tokens",
-        lambda: Logits(_llama(6, 256, 4_096)),
+        lambda: Logits(llama(6, 256, 4_096, 1_024)),
         lambda g: token_batch(g, 4_096, 2, 96),
         next_token_loss,
     ),
     "vocabulary": Task(
         "Llama, 2 layers of width 512, vocabulary 16,384",
-        lambda: Logits(_llama(2, 512, 16_384)),
+        lambda: Logits(llama(2, 512, 16_384, 2_048)),
         lambda g: token_batch(g, 16_384, 2, 96),
         next_token_loss,
     ),

@@ -159,8 +159,12 @@ def _namespaces(name: str) -> Iterator[int]:
 
 
 def child(process: int) -> int:
-    """The one child of a process, as it is started on a host: ``nsenter`` has what it starts."""
-    return int(Path(f"/proc/{process}/task/{process}/children").read_text())
+    """The first child of a process, such as what ``nsenter`` has started on a host; 0: none."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:  # it has ended
+        return 0
+    return int(children[0]) if children else 0
 
 
 def _join(switch: Sequence[str], process: int, number: int, host: Host) -> None:

@@ -18,7 +18,7 @@ from benchmarks.harness.report import MIB, Cell, Column
 from benchmarks.harness.workers import Worker, Workers
 from benchmarks.here.subjects import forecast_of
 from benchmarks.models import Task, decoder
-from benchmarks.programs import Logits
+from benchmarks.programs import Logits, llama
 from benchmarks.training import decoder_config
 from shardwise.comm.machine.connect import over
 from shardwise.plan.forecast.machine import Machine
@@ -33,20 +33,6 @@ PEAKS = (
 )  # fmt: skip
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH * 43 // 16,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=WIDTH // 64,
-        use_cache=False,
-    )
-    return Logits(LlamaForCausalLM(config))
-
-
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -58,7 +44,7 @@ def _gpt2() -> nn.Module:
 
 BUILD: dict[str, Callable[[], nn.Module] | None] = {
     "decoder": None,
-    "llama": _llama,
+    "llama": lambda: Logits(llama(LAYERS, WIDTH, VOCABULARY, WIDTH * 43 // 16)),
     "gpt2": _gpt2,
 }
 

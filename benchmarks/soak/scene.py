@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.hosts import Host
+from benchmarks.harness.hosts import Host, child
 from benchmarks.harness.report import Row
 from shardwise.launch import torchrun
 from shardwise.launch.plan import LaunchPlan
@@ -119,11 +119,11 @@ class Scene:
 
     def launcher(self, number: int) -> int:
         """The process of torchrun on a host; 0: none runs."""
-        return _child(self._launchers[number].pid)
+        return child(self._launchers[number].pid)
 
     def rank(self, number: int) -> int:
         """The process of a rank; 0: none runs."""
-        return _child(self.launcher(number))
+        return child(self.launcher(number))
 
     def set_clock(self, number: int, seconds: int) -> None:
         """Let the clock of a host be so many seconds ahead of this machine's."""
@@ -201,14 +201,6 @@ def last_step(printed: bytes) -> int:
     """The last step of the lines that a run prints; 0: there is none."""
     steps = re.findall(rb"^step +([\d,]+)/", printed, re.MULTILINE)
     return int(steps[-1].replace(b",", b"")) if steps else 0
-
-
-def _child(process: int) -> int:
-    try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:
-        return 0
-    return int(children[0]) if children else 0
 
 
 def _resources(process: int) -> Row:
