@@ -22,10 +22,9 @@ from shardwise.plan.draw import draw
 from shardwise.plan.printed import size
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shard_arguments import shard_arguments
-from shardwise.train import model_folder
 from shardwise.train.comparison import Predicted
-from shardwise.train.decoder import Decoder
 from shardwise.train.optimizer import blocksize_of
+from shardwise.train.question import model_of
 
 MIN_VOCABULARY = 257  # what every tokenizer has; a recipe's number may be more than its text gives
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -86,11 +85,7 @@ def predict(recipe: Recipe, ranks: int, vocabulary: int = MIN_VOCABULARY) -> Kep
     """Predict what rank 0 will keep of the model, without its weights."""
     arguments = shard_arguments(recipe.sharding)
     blocksize = blocksize_of(recipe.optimizer.name)
-    if recipe.model.source is not None:
-        model = model_folder.on_meta(recipe)
-    else:
-        with torch.device("meta"):
-            model = Decoder(recipe.model, vocabulary, recipe.data.context)
+    model = model_of(recipe, vocabulary)
     blueprint = draw(model, ranks=(0, ranks), blocksize=blocksize, **arguments)
     return kept(model, blueprint, recipe.optimizer.name.removeprefix("paged_"))
 
