@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import remote
-from shardwise.checkpoint.remote import download, is_url, remote_checkpoints, upload
+from shardwise.checkpoint.remote import download, remote_checkpoints, upload
 from shardwise.checkpoint.run_folder import check_complete
 from shardwise.errors import CheckpointError
 
@@ -185,8 +185,3 @@ def test_what_is_not_there_and_what_cannot_be_reached_is_said(tmp_path: Path) ->
         download("memory://nothing/here", tmp_path)
     with pytest.raises(CheckpointError, match="nosuch"):
         upload(saved(tmp_path, 1), "nosuch://bucket")
-
-
-def test_urls_are_told_from_paths() -> None:
-    assert is_url("s3://bucket/run")
-    assert not is_url("runs/demo")

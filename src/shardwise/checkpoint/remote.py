@@ -39,11 +39,6 @@ class Remote(NamedTuple):
     manifest: Manifest
 
 
-def is_url(path: str | Path) -> bool:
-    """Does fsspec have this path, and not the disk?"""
-    return "://" in str(path)
-
-
 def upload(folder: str | Path, url: str, limit: int | None = None) -> Remote:
     """Copy a complete checkpoint to ``url/NAME``, the manifest last. Called by one process.
 

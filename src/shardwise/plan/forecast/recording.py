@@ -282,8 +282,6 @@ class Recording(TorchDispatchMode):
             backward=_summed([repeated, *(span.kernels for span in backward)]).as_pass(),
             recomputed=repeated.as_pass(),
             saved=self._saved[unit],
-            forward_peak=max((span.peak - span.alive for span in forward), default=0),
-            backward_peak=max((span.peak - span.alive for span in backward), default=0),
             output=self._outputs[unit],
             in_host=self._kept[unit],
         )

@@ -124,8 +124,6 @@ class UnitWork:
         forward, backward: its kernels.
         recomputed: the part of ``backward`` that repeats ``forward``.
         saved: bytes that it has made and that are kept from the forward to the backward pass.
-        forward_peak, backward_peak: bytes alive at most while it computes, above those alive when
-            it begins; of what it saves, the forward peak includes all.
         output: bytes of what its calls return.
         in_host: bytes that are kept in host memory from the forward to the backward pass.
     """
@@ -135,8 +133,6 @@ class UnitWork:
     backward: Pass
     recomputed: Pass
     saved: int
-    forward_peak: int
-    backward_peak: int
     output: int
     in_host: int = 0
 
