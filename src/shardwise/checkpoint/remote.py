@@ -67,18 +67,18 @@ def upload(folder: str | Path, url: str, limit: int | None = None) -> Remote:
 
 def _copy(source: Path, manifest: Manifest, place: str) -> None:
     fs, root = url_to_fs(place)
-    there = _sizes(fs, root)
-    if NAME in there:
+    sizes = _sizes(fs, root)
+    if NAME in sizes:
         return
     token, marker = manifest.token.encode(), f"{root}/{UPLOADING}"
-    if UPLOADING not in there or fs.cat_file(marker) != token:
-        if there:
+    if UPLOADING not in sizes or fs.cat_file(marker) != token:
+        if sizes:
             fs.rm(root, recursive=True)
-        there = {}
+        sizes = {}
         fs.makedirs(root, exist_ok=True)
         fs.pipe_file(marker, token)
     for name, record in manifest.files.items():
-        if there.get(name) != record.size:
+        if sizes.get(name) != record.size:
             fs.makedirs(str(PurePosixPath(root, name).parent), exist_ok=True)
             fs.put_file(str(source / name), f"{root}/{name}")
     fs.put_file(str(source / NAME), f"{root}/{NAME}")

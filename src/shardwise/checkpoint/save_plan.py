@@ -118,7 +118,7 @@ class _LocalState(NamedTuple):
 def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, Any]) -> SavePlan:
     """Plan a save; ``values`` are those of ``request.training``. A collective."""
     comm, training, options = sharded.comm, request.training, request.options
-    local_state, told = agreed(
+    local_state, by_rank = agreed(
         comm,
         "contents",
         lambda: _local_state(sharded, request),
@@ -126,14 +126,14 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
     )
     groups, small = dict(local_state.groups), dict(local_state.small)
     if training is not None:
-        own, (first, *others) = dict(local_state.own), [sums for _, sums in told]
+        own, (first, *others) = dict(local_state.own), [sums for _, sums in by_rank]
         for name, value in local_state.whole.items():
             if any(sums.get(name) != first.get(name) for sums in others):
                 own[BUFFER + name] = value  # not alike on all ranks: statistics of batch norm
         rows = own_rows(own, comm.rank, comm.size)
         groups[RANKS] = [row.clone() for row in rows] if request.background else rows
         small[training_state.NAME] = training_state.document(
-            training.step, values, local_state.records, [own for own, _ in told]
+            training.step, values, local_state.records, [own for own, _ in by_rank]
         )
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []

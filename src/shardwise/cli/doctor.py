@@ -133,11 +133,11 @@ def _variable_lines() -> list[str]:
 def _examine(comm: Comm, path: Path) -> None:
     """Print a page, on rank 0 alone, and write it beside the results."""
     name, backend = device_name(comm.device), load_backend(row(comm.device)).name
-    each = all_gather_object(comm, str(comm.device), "devices")
+    rank_devices = all_gather_object(comm, str(comm.device), "devices")
     page = _Page(comm.rank == 0)
     page.tell(f"shardwise {__version__}, torch {torch.__version__}, {platform.platform()}")
     page.tell(f"{comm.size} ranks on {name} over {backend}, by {type(comm).__name__}")
-    page.tell(", ".join(f"rank {rank} → {device}" for rank, device in enumerate(each)))
+    page.tell(", ".join(f"rank {rank} → {device}" for rank, device in enumerate(rank_devices)))
     results: dict[str, Result] = {}
     for result in conform(comm):
         results[result.name] = result
@@ -155,7 +155,7 @@ def _examine(comm: Comm, path: Path) -> None:
             "device_name": name,
             "backend": backend,
             "transport": type(comm).__name__,
-            "ranks": each,
+            "ranks": rank_devices,
             "passed": not wrong,
             "checks": [asdict(result) for result in results.values()],
             "steps": [asdict(cost) for cost in costs],

@@ -71,8 +71,8 @@ def planned(
         source = str(path.parent if path.is_file() else name)
         return _of_transformers(_keys(source, lora, quantize), machine, ranks, length)
     _refuse_changes(name, lora, quantize)
-    found = named_model(name)
-    if found.inputs is None:
+    named = named_model(name)
+    if named.inputs is None:
         raise ConfigError(
             f"{name} gave a model without an input, so what it computes is not known. Return both: "
             "return model, torch.zeros(1, 2048, dtype=torch.int64)."
@@ -82,8 +82,8 @@ def planned(
             f"--seq {length} is for models that shardwise makes inputs for, and {name} returns its "
             "own. Return a longer or a shorter one, and leave --seq out."
         )
-    question = Question(found.model, lambda rows: _with_rows(found.inputs, rows), machine, ranks)
-    args, kwargs = _with_rows(found.inputs, 1)
+    question = Question(named.model, lambda rows: _with_rows(named.inputs, rows), machine, ranks)
+    args, kwargs = _with_rows(named.inputs, 1)
     batch = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     return Planned(question, counted(batch)["tokens"])
 

@@ -49,10 +49,10 @@ def calibrate(comm: Comm, name: str) -> str:
     waits = device.type == "cpu"
     process = _process() if waits else {}  # before large tensors come
     seconds = medians(comm, _computing(device) | _of_engine(comm), ROUNDS)
-    others, between = max(1, comm.size - 1), f"{name}, between ranks"
+    peers, between = max(1, comm.size - 1), f"{name}, between ranks"
     kernel = seconds[f"plain {LAYERS[1]}"] / _work(_blocks(LAYERS[1]), torch.ones(2, WIDTH))[0]
     rate, small = _products(seconds, kernel)
-    link = _link(seconds, others)
+    link = _link(seconds, peers)
     attention = _attention(seconds, kernel)
     kernels, moved = _work(*_elementwise())
     elementwise = seconds["elementwise"]
@@ -76,7 +76,7 @@ def calibrate(comm: Comm, name: str) -> str:
         "source": "measured here",
     }
     entry |= attention | {"attention": attention["attention"] / rate}
-    entry |= _engine(seconds, 2 * others * link["latency"]) | process
+    entry |= _engine(seconds, 2 * peers * link["latency"]) | process
     links = link | {"source": "measured here"}
     return f"{_table('accelerators', name, entry)}\n{_table('links', between, links)}"
 

@@ -66,11 +66,11 @@ def _name(seen: Meets) -> Iterator[Finding]:
 def _endpoint(seen: Meets) -> Iterator[Finding]:
     if seen.rank or not (seen.several and seen.resolved and seen.here):
         return
-    own = [one for name, one in seen.here.items() if not is_loopback(one)]
-    if set(own) & set(seen.resolved) or not own:
+    addresses = [one for name, one in seen.here.items() if not is_loopback(one)]
+    if set(addresses) & set(seen.resolved) or not addresses:
         return
-    best = seen.here.get(seen.interface, own[0])
-    best = own[0] if is_loopback(best) else best
+    best = seen.here.get(seen.interface, addresses[0])
+    best = addresses[0] if is_loopback(best) else best
     change = f"--master {_with_port(best, seen.port)} (MASTER_ADDR) on all nodes"
     if is_loopback(seen.resolved[0]):
         is_name = seen.name not in (*seen.resolved, "localhost")
@@ -84,7 +84,7 @@ def _endpoint(seen: Meets) -> Iterator[Finding]:
         )
     else:
         yield Finding(
-            f"node-rank 0 is {', '.join(own)} but endpoint says {seen.resolved[0]}",
+            f"node-rank 0 is {', '.join(addresses)} but endpoint says {seen.resolved[0]}",
             "the others wait at an address that this host does not have; only behind a router "
             "that passes the port on can they come",
             change,

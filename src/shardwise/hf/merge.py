@@ -94,21 +94,21 @@ def _made(
     if not is_layer(layer):
         return
     if isinstance(layer, ModulesToSaveWrapper):
-        for own, param in layer.original_module.named_parameters():
-            yield param, partial(values.__getitem__, f"{name}.modules_to_save.default.{own}")
+        for attribute, param in layer.original_module.named_parameters():
+            yield param, partial(values.__getitem__, f"{name}.modules_to_save.default.{attribute}")
         return
     base = layer.get_base_layer()
     changed = [layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"]
     if getattr(layer, "lora_bias", {}).get("default"):
         changed.append("bias")
     reads = {
-        own: partial(values.__getitem__, trained)
-        if (trained := f"{name}.base_layer.{own}") in values
-        else partial(_read, source, names[getattr(base, own)])
-        for own in changed
+        attribute: partial(values.__getitem__, trained)
+        if (trained := f"{name}.base_layer.{attribute}") in values
+        else partial(_read, source, names[getattr(base, attribute)])
+        for attribute in changed
     }
-    for own in changed:
-        yield getattr(base, own), partial(_merged, layer, own, reads)
+    for attribute in changed:
+        yield getattr(base, attribute), partial(_merged, layer, attribute, reads)
 
 
 def _merged(layer: Any, own: str, reads: Mapping[str, Make]) -> Tensor:
