@@ -683,7 +683,7 @@ def test_units_layout_schedule_and_handle_read_as_text() -> None:
         return repr(sharded), str(sharded.units), str(sharded.layout), str(sharded.schedule)
 
     handle, units, layout, schedule = on_ranks(2, lambda: nn.Linear(3, 3), rank)[0]
-    assert handle == "Sharded(Linear, full_shard, rank 0 of 2, 1 units, 12 parameters)"
+    assert handle == "Sharded(Linear, full_shard, rank 0 of 2, 1 unit, 12 parameters)"
     assert units.splitlines() == [
         "unit    class   parameters  bytes  trainable  padding  placement",
         "(root)  Linear          12     48         12       16  sharded",
@@ -691,7 +691,7 @@ def test_units_layout_schedule_and_handle_read_as_text() -> None:
     ]
     assert "2 shards of 6, padding 3 (33.33%): padded 3→4 rows on dim 0" in layout
     assert "a0 a1 a2 a3 a4 a5 | a6 a7 a8 ·  ·  ·" in layout
-    assert schedule.startswith("# one step (train) of full_shard on 2 ranks: 1 gathers, 1 reduces")
+    assert schedule.startswith("# one step (train) of full_shard on 2 ranks: 1 gather, 1 reduce, ")
 
 
 def test_a_model_without_parameters_is_a_model() -> None:

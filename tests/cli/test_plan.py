@@ -115,6 +115,14 @@ def test_a_question_that_cannot_be_answered_is_one_sentence(
     assert sentence in " ".join(error.split())
 
 
+def test_a_terminal_is_told_that_a_model_is_being_planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert "planning nowhere" in plan(capsys, "nowhere")[2]
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [("1Mtok", 10**6), ("15B", 15 * 10**9), ("4,096", 4096), ("2.5k", 2500), ("1 Mtokens", 10**6)],

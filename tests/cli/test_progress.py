@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from shardwise.cli.progress import reporter
+from shardwise.cli.progress import reporter, working
 from shardwise.train.records import Built, Evaluated, Record, Resumed, Stepped, Warned
 
 
@@ -102,3 +102,16 @@ def test_a_terminal_is_restored_after_an_error(
         interrupted()
     said = capsys.readouterr().out
     assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l") >= 0  # the cursor is shown again
+
+
+@pytest.mark.parametrize("terminal", ["xterm", "dumb", ""])
+def test_a_terminal_is_told_what_works_until_that_ends(
+    terminal: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", terminal or "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1" * bool(terminal))
+    with working("planning a [model]"):
+        pass
+    out, error = capsys.readouterr()
+    assert ("planning a [model]" in error) == error.endswith("\x1b[2K") == (terminal == "xterm")
+    assert (error.isascii(), out) == (True, "")

@@ -45,7 +45,7 @@ def test_names_of_this_host_are_its_addresses_too() -> None:
 
 
 def test_each_node_has_one_name() -> None:
-    with pytest.raises(ConfigError, match=r"1 hosts are named \(a\) and the run has 2 nodes"):
+    with pytest.raises(ConfigError, match=r"2 hosts are needed and 1 named \(a\): name"):
         plan(2, ("a",))
 
 

@@ -350,8 +350,8 @@ class Sharded:
     def __repr__(self) -> str:
         return (
             f"Sharded({type(self.model).__name__}, {self.placement.name}, "
-            f"rank {self.comm.rank} of {self.comm.size}, {len(self.units)} units, "
-            f"{self.numel():,} parameters)"
+            f"rank {self.comm.rank} of {self.comm.size}, {len(self.units)} "
+            f"unit{'s' * (len(self.units) != 1)}, {self.numel():,} parameters)"
         )
 
     def _check_idle(self, operation: str) -> None:

@@ -31,6 +31,7 @@ from shardwise.plan.forecast.planner import Planner
 from shardwise.plan.forecast.question import Question
 from shardwise.train.foresight import machine_here
 from shardwise.train.memory_estimate import memory_of
+from shardwise.train.records import plural
 
 MEMORY_STEPS = 3
 
@@ -158,7 +159,8 @@ def _print(rows: Sequence[Row], bench: Bench, as_json: bool) -> None:
         "MB peak",
         "planned",
     ]
-    click.echo(f"{bench.model}, {bench.rows} rows on each rank, medians of {bench.rounds} rounds")
+    rows_of_a_rank, rounds = plural(bench.rows, "row"), plural(bench.rounds, "round")
+    click.echo(f"{bench.model}, {rows_of_a_rank} on each rank, medians of {rounds}")
     click.echo()
     for line in table([_cells(row) for row in rows], head):
         click.echo(line)

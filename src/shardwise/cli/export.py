@@ -29,6 +29,7 @@ from shardwise.convert.export import (
 from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import ConfigError
 from shardwise.plan.printed import size
+from shardwise.train.records import plural
 
 FileFormat = Literal["hf", "dcp", "pt"]
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
@@ -173,7 +174,8 @@ def _to_dcp(path: Path, destination: Path, options: ExportOptions) -> None:
 
     result = export_dcp(path, destination, options.with_optimizer)
     _print_left_out(result.left_out)
-    click.echo(f"wrote    {escape(result.path)}: {result.tensors:,} tensors, {size(result.nbytes)}")
+    tensors = plural(result.tensors, "tensor")
+    click.echo(f"wrote    {escape(result.path)}: {tensors}, {size(result.nbytes)}")
 
 
 def _to_files(path: Path, given: Path, destination: Path, arguments: ExportArguments) -> None:
@@ -238,12 +240,11 @@ def _tie_warning(source: CheckpointReader, file_format: FileFormat) -> Iterator[
 
 
 def _format_result(result: Converted, file_format: str, *source: str) -> Iterator[str]:
-    files = f"{len(result.files):,} file{'s' * (len(result.files) != 1)}"
-    tensors = f"{result.tensors:,} tensors, {size(result.nbytes)}"
-    yield f"wrote    {escape(result.path)}: {tensors} in {files}"
+    tensors, files = plural(result.tensors, "tensor"), plural(len(result.files), "file")
+    yield f"wrote    {escape(result.path)}: {tensors}, {size(result.nbytes)} in {files}"
     yield from source
     if result.cast:
-        yield f"cast     {len(result.cast):,} tensors"
+        yield f"cast     {plural(len(result.cast), 'tensor')}"
     if result.small:
         yield f"beside   {', '.join(map(escape, result.small))}"
     if result.left_out:

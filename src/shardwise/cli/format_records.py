@@ -73,7 +73,7 @@ def _prepared(r: Prepared) -> list[str]:
 def _prepared_samples(r: PreparedSamples) -> list[str]:
     samples, blocks, unused = r.samples[0], r.rows[0], r.unused[0]
     share = sum(r.trained) / sum(r.tokens)
-    packed = f"packed {plural(samples, 'sample')} → {blocks:,} blocks of {r.context:,}"
+    packed = f"packed {plural(samples, 'sample')} → {plural(blocks, 'block')} of {r.context:,}"
     if r.packing == "concatenate":
         rows = f"{packed} (tail {unused:,} tokens dropped); attention crosses samples"
     elif r.packing:

@@ -16,6 +16,7 @@ import yaml
 
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.planned import Planned, planned
+from shardwise.cli.progress import working
 from shardwise.comm.machine.environment import read_launch
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
@@ -107,7 +108,8 @@ def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Pa
     if write is not None:
         _refuse_missing_folder(write)
     # What a model or a library prints as it is imported is not part of the answer.
-    with without_their_noise(), redirect_stdout(sys.stderr):
+    saying = working(f"planning {model}, which can take half a minute")
+    with saying, without_their_noise(), redirect_stdout(sys.stderr):
         subject, verdict = answer(model, asked)
     if write is not None and subject.recipe is None:
         raise ConfigError(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import click
 from rich.console import Console
 from rich.live import Live
+from rich.status import Status
 from rich.text import Text
 
 from shardwise.cli.format_records import format_record, format_step
@@ -56,6 +57,11 @@ def _plain(record: Record, log_every: int) -> None:
 
 def _is_due(record: Stepped, log_every: int) -> bool:
     return record.step % log_every == 0 or record.step in (1, record.steps)
+
+
+def working(what: str) -> Status:
+    """A line on stderr while the block works, gone at its end; nothing where no terminal is."""
+    return Console(stderr=True).status(Text(what), spinner="line")  # of ASCII
 
 
 @contextmanager

@@ -49,8 +49,8 @@ class LaunchPlan:
     def __post_init__(self) -> None:
         if self.hosts and len(self.hosts) != self.nodes:
             raise ConfigError(
-                f"{len(self.hosts)} hosts are named ({', '.join(self.hosts)}) and the run has "
-                f"{self.nodes} nodes; name one host for each node, or leave --nodes out."
+                f"{self.nodes} hosts are needed and {len(self.hosts)} named "
+                f"({', '.join(self.hosts)}): name one host for each node, or leave --nodes out."
             )
 
     @property

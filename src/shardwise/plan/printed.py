@@ -81,8 +81,8 @@ class Schedule:
         sent = sum(self.sent(event) for event in self.events)
         return (
             f"# one step ({self.mode}) of {self.strategy} on {self.grid.size} "
-            f"rank{'s' * (self.grid.size != 1)}: {gathers} gathers, {reduces} reduces, "
-            f"a rank sends {size(sent)}"
+            f"rank{'s' * (self.grid.size != 1)}: {gathers} gather{'s' * (gathers != 1)}, "
+            f"{reduces} reduce{'s' * (reduces != 1)}, a rank sends {size(sent)}"
             f"{f' ({size(self.saved)} less: some units stay unsharded)' if self.saved else ''}"
             f"{f'; buffers: {self.buffers}' if reduces and self.buffers != 'local' else ''}"
         )

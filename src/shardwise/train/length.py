@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from shardwise.recipe.recipe import Recipe
+from shardwise.train.records import plural
 
 
 def in_steps(recipe: Recipe, rows: int) -> Recipe:
@@ -56,9 +57,10 @@ def notes(recipe: Recipe) -> Iterator[str]:
     """Name what a recipe in steps asks for and a reader might not expect."""
     run, warmup = recipe.run, recipe.optimizer.warmup
     if warmup >= run.steps:
+        steps, rises = plural(run.steps, "step"), recipe.optimizer.warmup_steps(run.steps)
         yield (
-            f"optimizer.warmup is {warmup} and the run has {run.steps} steps: the learning rate "
-            f"rises for {recipe.optimizer.warmup_steps(run.steps)}, and is at its peak in the last."
+            f"optimizer.warmup is {warmup} and the run has {steps}: the learning rate "
+            f"rises for {rises}, and is at its peak in the last."
         )
     due = (s for s in range(1, run.steps) if is_multiple(s, run.eval_every) and s >= run.eval_delay)
     if run.eval_delay and not any(due):

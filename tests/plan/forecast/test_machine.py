@@ -40,7 +40,8 @@ def test_names_are_told_apart_by_letters_and_digits_alone(name: str) -> None:
 def test_an_unknown_name_is_one_sentence_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"called 'H1000', .* The nearest is 'H100'\.$"):
         known().accelerator("H1000")
-    with pytest.raises(ConfigError, match=r"called 'NVLink 44', .* The nearest is 'NVLink 4'\.$"):
+    nearest = r"The nearest is 'NVLink 4'; a rate such as 400Gb/s serves, too\.$"
+    with pytest.raises(ConfigError, match=rf"called 'NVLink 44', .* {nearest}"):
         known().link("NVLink 44")
 
 

@@ -107,6 +107,7 @@ def test_a_parameter_without_elements_keeps_its_shape_everywhere(shape: Shape) -
 def test_one_rank_pads_for_alignment_only_and_keeps_model_order(shapes: list[Shape]) -> None:
     layout = solve(specs(*shapes), world=1)
     assert layout.numel == sum(-(-prod(shape) // 16) * 16 for shape in shapes)
+    assert str(layout).startswith(f"1 shard of {layout.numel}, padding ")
     assert [slot.name for slot in layout.slots] == [f"p{index}" for index in range(len(shapes))]
     assert [layout.shard_shape(slot, 0) for slot in layout.slots] == shapes
 

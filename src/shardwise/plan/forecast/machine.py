@@ -210,7 +210,7 @@ class Table:
         rate = re.fullmatch(r"(\d[\d,]*\.?\d*) ?([mg])b(?:it)?(?:/s|ps)", name.strip().lower())
         bits = float(rate[1].replace(",", "")) * (1e9 if rate[2] == "g" else 1e6) if rate else 0
         if rate is None or not bits:
-            return _by_name("link", name, self.links)
+            return _by_name("link", name, self.links, "; a rate such as 400Gb/s serves, too")
         return Link(name, bits / 8 * REACHED, 1e-5, f"its name, {REACHED} of it")
 
     def machine(
@@ -240,13 +240,13 @@ def known() -> Table:
 Entry = TypeVar("Entry")
 
 
-def _by_name(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
+def _by_name(kind: str, name: str, entries: Mapping[str, Entry], otherwise: str = "") -> Entry:
     same = {_plain(known): entry for known, entry in entries.items()}
     if _plain(name) in same:
         return same[_plain(name)]
     raise ConfigError(
         f"no {kind} is called {name!r}, so its speed is not known. "
-        f"The nearest is {nearest(name, entries, 1)[0]!r}."
+        f"The nearest is {nearest(name, entries, 1)[0]!r}{otherwise}."
     )
 
 

@@ -165,8 +165,8 @@ def _clip(number: int, top: int) -> int:
 
 
 def _title(layout: Layout) -> str:
-    share = f"{layout.padding / max(1, layout.used):.2%}"
-    text = f"{layout.world} shards of {layout.shard_numel}, padding {layout.padding} ({share})"
+    text = f"{layout.world} shard{'s' * (layout.world != 1)} of {layout.shard_numel}, "
+    text += f"padding {layout.padding} ({layout.padding / max(1, layout.used):.2%})"
     row = layout.slots[0].row if len(layout.slots) == 1 else 0
     if not row or not layout.padding or layout.numel % row:
         return text
