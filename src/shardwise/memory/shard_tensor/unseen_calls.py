@@ -41,7 +41,7 @@ _KINDS = frozenset((ShardTensor, ShardedParameter, list, tuple))
 def intercept_calls() -> None:
     """Wrap torch's functions once per process, when the first model is sharded."""
     # The first context of a device lists the functions that it is for: these, and not our own.
-    with torch.device("meta"):
+    with torch.device("cpu"):
         torch.empty(0)
     for owner, name in (*UNSEEN_CALLS, *INITIALISATIONS):
         original = inspect.getattr_static(owner, name)
