@@ -6,15 +6,14 @@ experts do. torch knows no autocast of the meta device, so it raises where nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 
-@contextmanager
-def autocast_off() -> Iterator[None]:
-    """``torch.autocast("meta", enabled=False)`` does nothing inside the block."""
+@cache  # for good: of threads that observe at once, one would put back what another has put there
+def let_autocast_be_off() -> None:
+    """``torch.autocast("meta", enabled=False)`` does nothing from now on."""
     plain = torch.autocast.__init__
 
     def init(
@@ -28,7 +27,3 @@ def autocast_off() -> Iterator[None]:
         plain(self, known, dtype, enabled, cache_enabled)
 
     torch.autocast.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = plain  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError, ScheduleError, ShardwiseError
 from shardwise.plan.forecast.absent_compiler import without_compiler
-from shardwise.plan.forecast.meta_autocast import autocast_off
+from shardwise.plan.forecast.meta_autocast import let_autocast_be_off
 from shardwise.plan.forecast.recording import Recording
 from shardwise.plan.forecast.work import MMAP_THRESHOLD, StepWork
 from shardwise.plan.order import on_meta
@@ -141,7 +141,8 @@ def observe(
 @contextmanager
 def _on_meta_alone() -> Iterator[None]:
     """Replace what torch and transformers cannot do where tensors have no values."""
-    with without_compiler(), autocast_off(), _fused_attention(), _one_sequence_a_row():
+    let_autocast_be_off()
+    with without_compiler(), _fused_attention(), _one_sequence_a_row():
         yield
 
 
