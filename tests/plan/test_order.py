@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
-from shardwise.plan.order import guess, mirror, rehearse
+from shardwise.plan.order import guess, mirror, on_meta, rehearse
 from shardwise.plan.schedule.events import Cue, Op, Order, Phase
 from shardwise.plan.units.units import choose_units
 from tests.fake import FakeComm
@@ -226,3 +226,13 @@ def test_a_mistake_of_the_caller_is_not_taken_for_a_look_at_values() -> None:
     model = decoder()
     with pytest.raises(TypeError, match="forward"):
         rehearse(model, choose_units(model), (), {})
+
+
+def test_on_the_meta_device_what_requires_a_gradient_still_does() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    model.register_buffer("trained", torch.ones(2, requires_grad=True))
+    tensors = on_meta(model, choose_units(model))
+    asked = {name: tensor.requires_grad for name, tensor in tensors.items()}
+    assert asked == {"weight": True, "bias": False, "trained": True}
+    assert [name for name in asked if isinstance(tensors[name], nn.Parameter)] == ["weight", "bias"]

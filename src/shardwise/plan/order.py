@@ -94,11 +94,11 @@ def on_meta(
     for prefix, module in model.named_modules():
         for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             if tensor is not None:
-                shape = shapes.get(tensor, tensor.shape)
-                dtype = dtypes.get(tensor, tensor.dtype)
+                shape, dtype = shapes.get(tensor, tensor.shape), dtypes.get(tensor, tensor.dtype)
                 made = torch.empty(shape, dtype=dtype, device="meta")
+                made.requires_grad_(tensor.requires_grad)
                 if name in parameters_of(module):  # or a module that registers it anew loses it
-                    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                    made = nn.Parameter(made, made.requires_grad)
                 state[f"{prefix}.{name}".lstrip(".")] = empty.setdefault(tensor, made)
     return state
 
