@@ -57,16 +57,20 @@ def fastest(planner: Planner, candidates: Iterable[Candidate], fits: Fits) -> It
         seconds, number, known, candidate = heappop(waiting)
         if known == len(look) - 1:
             yield Estimate(candidate, seconds)
-            continue
-        fit = (fits(planner.peak(each)) for each in _with_less_in_host(candidate, possible))
-        if not known or (not any(fit) and fits(planner.peak(candidate))):
+        elif not known or _fits_only_so(planner, candidate, possible, fits):
             seconds = look[known + 1](candidate) / rows(candidate)
             heappush(waiting, _Waiting(seconds, number, known + 1, candidate))
 
 
-def _with_less_in_host(candidate: Candidate, among: Container[Candidate]) -> Iterator[Candidate]:
+def _fits_only_so(
+    planner: Planner, candidate: Candidate, among: Container[Candidate], fits: Fits
+) -> bool:
+    """Does it fit, and none of ``among`` that differs in having less in host memory?"""
     less = OFFLOADS[: OFFLOADS.index(candidate.offload)]
-    return filter(among.__contains__, (replace(candidate, offload=each) for each in less))
+    others = (replace(candidate, offload=offload) for offload in less)
+    if any(fits(planner.peak(other)) for other in others if other in among):
+        return False
+    return fits(planner.peak(candidate))
 
 
 def _possible(planner: Planner, candidates: Iterable[Candidate], fits: Fits) -> Iterator[Candidate]:
