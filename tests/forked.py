@@ -22,8 +22,9 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from multiprocessing import resource_tracker
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import pytest
 
@@ -88,6 +89,7 @@ def _become(arguments: Sequence[str], options: dict[str, Any]) -> NoReturn:
             os.chdir(options["cwd"])
         if options["env"] is not None:
             _set_environment(options["env"])
+        sys.stdout = _stdout()
         _forget_handlers()
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the parent's folders
         status = _ended(arguments)
@@ -97,6 +99,13 @@ def _become(arguments: Sequence[str], options: dict[str, Any]) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(status)
+
+
+def _stdout() -> TextIOWrapper:
+    """A stream of its own: the parent's may be of a file, whose place it asks for when changed."""
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    binary: IO[bytes] = open(1, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    return TextIOWrapper(binary, "utf-8", write_through=unbuffered)
 
 
 def _set_environment(env: dict[str, str]) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SRC = str(Path(__file__).parents[2] / "src")
 
 ANSWERED = """
@@ -62,6 +64,15 @@ def test_no_garbage_is_looked_for_when_the_process_ends() -> None:
     )
     done = python("-c", program, "--version")
     assert (done.stdout.splitlines()[-1], done.stderr) == ("True", "")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_what_an_encoding_lacks_is_replaced(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    rich = "from rich.console import Console; Console().print('▇')"
+    command = "import sys; sys.argv[1:] = ['doctor', '--help']\nfrom shardwise.cli import main"
+    done = python("-c", f"{command}\ntry: main()\nfinally: {rich}")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "?"), done.stderr
 
 
 def test_the_package_itself_is_the_command() -> None:

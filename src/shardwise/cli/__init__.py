@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+from io import TextIOWrapper
 
 __all__ = ["main"]
 
@@ -22,6 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
         # Or the interpreter would look for garbage in all of torch at its end: a second, in which
         # a rank that has said that another was killed would still be there.
         atexit.register(gc.freeze)
+        if isinstance(sys.stdout, TextIOWrapper):  # what its encoding lacks is no reason to end
+            sys.stdout.reconfigure(errors="replace")
         if "train" in sys.argv:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
     try:
