@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
-from shardwise.train.disk_estimate import most_at_once
+from shardwise.train.disk_estimate import advice, most_at_once
 from tests.train.runs import Watched, checkpoint
 from tests.train.tiny import tiny_recipe
 
@@ -29,6 +29,20 @@ def test_a_checkpoint_is_written_before_the_oldest_is_removed(
 ) -> None:
     run = {"steps": 100, "eval_every": 10}
     assert most_at_once(Recipe.model_validate({"run": run, "checkpoint": checkpoints})) == number
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "number", "said"),
+    [
+        ({"save_every": 10}, 3, "Lower checkpoint.save_total_limit, raise checkpoint"),
+        ({"save_every": 10, "save_total_limit": 1}, 2, "Raise checkpoint.save_every or name a"),
+        ({"save_every": 10}, 1, "Name a folder on another disk."),
+    ],
+)
+def test_a_refusal_advises_what_helps(
+    checkpoints: dict[str, object], number: int, said: str
+) -> None:
+    assert advice(Recipe.model_validate({"checkpoint": checkpoints}), number).startswith(said)
 
 
 def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_its_first_step(

@@ -17,6 +17,7 @@ from shardwise.train.job import Job
 from shardwise.train.length import times_due
 from shardwise.train.memory_estimate import MOMENTS
 from shardwise.train.optimizer import blocksize_of
+from shardwise.train.records import plural
 
 
 def check_disk(job: Job, checkpoints: Path) -> None:
@@ -32,12 +33,22 @@ def check_disk(job: Job, checkpoints: Path) -> None:
     existing_folder = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     free = shutil.disk_usage(existing_folder).free
     if needed > free:
+        more = plural(number, "more checkpoint")
         raise ConfigError(
             f"run.folder {job.recipe.run.folder} has {size(free)} of free disk, and the run needs "
-            f"{size(needed)}: {number} more checkpoints of {size(parameters + state)} at a time, "
-            f"and the model of {size(parameters)}. Lower checkpoint.save_total_limit, raise "
-            "checkpoint.save_every, or name a folder on another disk."
+            f"{size(needed)}: {more} of {size(parameters + state)} at a time, "
+            f"and the model of {size(parameters)}. {advice(job.recipe, number)}"
         )
+
+
+def advice(recipe: Recipe, checkpoints: int) -> str:
+    """Name what leaves room where ``checkpoints`` more and the model do not fit. Pure."""
+    steps = ["name a folder on another disk."]
+    if checkpoints > 1:
+        steps.insert(0, "raise checkpoint.save_every or ")
+    if checkpoints > 1 and recipe.checkpoint.save_total_limit != 1:
+        steps.insert(0, "lower checkpoint.save_total_limit, ")
+    return "".join(steps).capitalize()
 
 
 def most_at_once(recipe: Recipe) -> int:
