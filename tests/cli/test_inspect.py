@@ -68,15 +68,15 @@ def test_a_file_of_another_kind_is_no_checkpoint(
 def test_a_folder_of_runs_says_which_there_are(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("a", "b"):
+    for name, runs in (("a", "1 run: a"), ("b", "2 runs: a, b")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "checkpoints").symlink_to(made)
-    assert inspect(tmp_path) == 2
-    said = capsys.readouterr().err
-    assert said == (
-        f"error: {tmp_path} is a folder of 2 runs: a, b. Name one of them, such as "
-        f"{tmp_path / 'a'}.\n"
-    )
+        assert inspect(tmp_path) == 2
+        said = capsys.readouterr().err
+        assert said == (
+            f"error: {tmp_path} is a folder of {runs}. Name one of them, such as "
+            f"{tmp_path / 'a'}.\n"
+        )
 
 
 # --- a run -----------------------------------------------------------------------------------

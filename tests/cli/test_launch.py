@@ -160,3 +160,12 @@ def test_how_many_ranks_a_node_elsewhere_has_is_asked_for(
 def test_one_node_needs_no_other_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     line = said(capsys, "demo", "--nproc", "2", "--restarts", "3")
     assert "shardwise train demo --nproc=2 --restarts=3" in line
+
+
+def test_an_interface_that_is_not_here_is_named(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "my.yaml").write_text("run: {device: cpu}\nlaunch: {nodes: 2, nproc: 4}\n", "utf-8")
+    text = " ".join(said(capsys, "my.yaml", "--interface", "eth7", code=1).split())
+    assert "this host has no address at eth7 that others can reach" in text
+    assert text.endswith("Pass --address with that of node 0, or another --interface.")

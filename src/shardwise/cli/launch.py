@@ -143,10 +143,12 @@ def _torchrun(plan: LaunchPlan, options: LaunchOptions) -> None:
         words = [f"--nproc={plan.nproc}"] + [f"--restarts={plan.restarts}"] * (plan.restarts > 0)
         click.echo(f"one node  {shell('shardwise', 'train', *plan.arguments, *words)}")
         return
+    interface = next(iter(plan.variables.values()), "")  # the one that was asked for
     if not plan.address:
         raise ConfigError(
-            "this host has no address that others can reach, so where the ranks meet is not "
-            "known. Pass --address with that of node 0."
+            f"this host has no address{f' at {interface}' * bool(interface)} that others "
+            "can reach, so where the ranks meet is not known. Pass --address with that of node 0"
+            f"{', or another --interface' * bool(interface)}."
         )
     plan = replace(plan, variables=threads_of_ranks(plan.nproc) | plan.variables)
     if options.start:

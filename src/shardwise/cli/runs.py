@@ -16,6 +16,7 @@ from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.recognise import CHECKPOINTS, LATEST, files_in, step_of
 from shardwise.checkpoint.run_folder import check_complete, read_manifest, saved_in
 from shardwise.errors import CheckpointError
+from shardwise.train.records import plural
 
 log = logging.getLogger("shardwise")
 
@@ -95,8 +96,8 @@ def meant(path: Path) -> Path:
         if runs := _runs_in(path):
             some = ", ".join(runs[:8]) + ", …" * (len(runs) > 8)
             raise CheckpointError(
-                f"{path} is a folder of {len(runs)} runs: {some}. Name one of them, such as "
-                f"{path / runs[0]}."
+                f"{path} is a folder of {plural(len(runs), 'run')}: {some}. Name one of them, "
+                f"such as {path / runs[0]}."
             )
         return path
 
