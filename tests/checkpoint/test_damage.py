@@ -125,7 +125,7 @@ def resumed(kind: str, run: Path) -> str:
 
 
 @pytest.mark.prove
-def test_flipped_bits_in_any_file_are_found(whole: Path, copy: Callable[[str], Path]) -> None:
+def test_flipped_bits_in_any_file_are_found(copy: Callable[[str], Path]) -> None:
     chance = random.Random(4)
     runs = {kind: copy(kind) for kind in KINDS}
     files = {kind: names(run / "step-2") for kind, run in runs.items()}

@@ -43,16 +43,12 @@ def test_elements_are_converted_by_way_of_one_block(dtype: torch.dtype, tmp_path
     assert out[-2:].tolist() == [0.0, 0.0]
 
 
-def test_nothing_wanted_reads_nothing(tmp_path: Path) -> None:
+def test_nothing_wanted_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"x": torch.ones(3), "none": torch.ones(0, 4)}, tmp_path / "model.safetensors")
     with CheckpointReader.open(tmp_path) as source:
-        places = source.tensors("model")
-        out = torch.empty(0)
-        wants = [
-            request_for(places["x"], 2, out),
-            request_for(places["none"], 0, torch.empty(0, 4)),
-        ]
-        read_into(source, wants)
+        places, none = source.tensors("model"), torch.empty(0, 4)
+        monkeypatch.setattr(CheckpointReader, "read_into", None)  # which nobody calls
+        read_into(source, [request_for(places["x"], 2, none), request_for(places["none"], 0, none)])
 
 
 def test_neighbours_share_a_read_and_holes_between_them_stay_out(tmp_path: Path) -> None:

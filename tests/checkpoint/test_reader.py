@@ -88,7 +88,7 @@ def test_neighbours_read_the_block_between_them_once(
 
 
 def test_whole_blocks_go_straight_to_their_place(
-    folder: Path, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointReader.open(folder) as source:
         place = source.tensors("model")["weight"]

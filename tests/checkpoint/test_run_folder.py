@@ -332,7 +332,7 @@ def test_of_a_link_to_a_checkpoint_only_the_link_goes(
 
 
 def test_where_one_cannot_be_read_none_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sharded = sw.shard(small())
     for step in (1, 2):

@@ -55,14 +55,12 @@ def test_cast_and_split(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "out" / "training.json").exists()
 
 
-def test_one_file_of_torch(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_file_of_torch(run: Path, tmp_path: Path) -> None:
     assert export(run, tmp_path / "model.pt", "--format", "pt") == 0
     TIED.build().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
 
-def test_a_file_of_torch_becomes_a_folder(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_torch_becomes_a_folder(tmp_path: Path) -> None:
     torch.save(TIED.build().state_dict(), tmp_path / "plain.pt")
     assert export(tmp_path / "plain.pt", tmp_path / "out", "--dtype", "bfloat16") == 0
     found = tensors(tmp_path / "out", "model")
@@ -110,15 +108,13 @@ def test_dcp_holds_weights_alone_unless_told(
     assert "it has weights alone" in capsys.readouterr().err
 
 
-def test_a_run_s_folder_may_be_called_as_a_file_of_torch(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_s_folder_may_be_called_as_a_file_of_torch(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run.ckpt")
     assert export(tmp_path / "run.ckpt", tmp_path / "out") == 0
 
 
 def test_where_it_came_from_is_said_by_the_name_that_was_given(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"x": torch.ones(3)}, tmp_path / "plain.pt")
     assert export(tmp_path / "plain.pt", tmp_path / "out") == 0

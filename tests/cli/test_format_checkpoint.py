@@ -87,7 +87,7 @@ def test_what_a_crash_left_is_explained(tmp_path: Path) -> None:
     assert "latest points at step-9, which is not a checkpoint of the run" in format_run(run)
 
 
-def test_damage_says_whose_bytes(tmp_path: Path) -> None:
+def test_damage_says_whose_bytes() -> None:
     layers = tuple(f"h.{n}.w" for n in range(4))
     assert format_damage([Damage("m.safetensors", layers)]) == [
         "DAMAGED m.safetensors: bytes do not match their checksums; they are of",

@@ -296,7 +296,7 @@ def test_a_run_that_is_told_to_end_saves_and_says_with_what_status_it_goes_on(
 
 
 def test_a_request_to_save_is_no_death_before_there_is_anything_to_save(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr(sys, "argv", ["shardwise", "train", "--version"])

@@ -33,9 +33,7 @@ def test_a_name_that_is_in_the_cache_needs_no_network(tmp_path: Path) -> None:
     assert locate("owner/name", None, tmp_path) == cached / "snapshots" / "0123abcd"
 
 
-def test_a_gated_model_says_where_its_terms_are_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gated_model_says_where_its_terms_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub import errors
 

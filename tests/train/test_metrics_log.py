@@ -96,7 +96,7 @@ def test_a_run_that_begins_anew_begins_an_empty_file(tmp_path: Path) -> None:
     assert begun(tmp_path).path.read_text("utf-8") == ""
 
 
-def test_a_torn_line_and_all_after_it_is_cut(tmp_path: Path) -> None:
+def test_a_torn_line_and_all_after_it_is_cut() -> None:
     whole = '{"record": "stepped", "step": 1}'
     assert list(lines_until([whole, '{"record": "stepp', whole], 9)) == [json.loads(whole)]
     assert list(lines_until([whole, "17"], 9)) == [json.loads(whole)]

@@ -99,7 +99,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 
 def test_wandb_is_offline_in_the_runs_folder_and_takes_nothing_else(
-    tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calls: Calls
 ) -> None:
     ran(tmp_path, "logging.trackers=[wandb]", "logging.project=p", "logging.name=n")
     (_, begun), (_, values, step), (end, _) = calls
