@@ -105,9 +105,9 @@ def phase(run: Run, is_running: bool, now: float) -> str:
     return f"{PHASES.get(last['record'], 'training')}, last record {clock(now - last['time'])} ago"
 
 
-def sparkline(values: Sequence[float], columns: int = COLUMNS) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Draw the values as one line of bars, each the mean of its neighbours."""
-    per_bar = max(1, -(-len(values) // columns))
+    per_bar = max(1, -(-len(values) // COLUMNS))
     groups = [values[start : start + per_bar] for start in range(0, len(values), per_bar)]
     means = [sum(group) / len(group) for group in groups]
     low, span = min(means), max(means) - min(means) or 1.0

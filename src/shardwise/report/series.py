@@ -62,9 +62,9 @@ def _marks(index: int, run: Run) -> Iterator[dict[str, Any]]:
         yield from ({"run": index, "kind": label, "x": line["step"]} for line in run.of(kind))
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+def thinned(points: Sequence[Point]) -> list[Point]:
     """Keep the lowest and the highest of as many neighbours as needed, so that no spike is lost."""
-    size = -(-2 * len(points) // most)
+    size = -(-2 * len(points) // MOST_POINTS)
     if size <= 2:
         return list(points)
     groups = (points[start : start + size] for start in range(0, len(points), size))

@@ -151,7 +151,7 @@ class Folder:
         except BaseException:
             self.restore()
             raise
-        replaced_run.rename(self._unused_path(REPLACED))
+        replaced_run.rename(self._replaced_path())
 
     def restore(self) -> None:
         """Undo an interrupted ``replacing_run``, if there is one."""
@@ -171,9 +171,9 @@ class Folder:
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
 
-    def _unused_path(self, prefix: str) -> Path:
+    def _replaced_path(self) -> Path:
         number = 1
-        while (path := self.path / f"{prefix}{number}").exists():
+        while (path := self.path / f"{REPLACED}{number}").exists():
             number += 1
         return path
 

@@ -63,7 +63,7 @@ def _flag_after_import(source: Source) -> Iterator[Hit]:
 
 def _rows_do_not_divide(source: Source) -> Iterator[Hit]:
     """Find a number of ranks that is written down: of an option ``--ws``, or ``world_size = 2``."""
-    defaults = [(name, _keyword(call, "default")) for name, call in _options(source)]
+    defaults = [(name, _default(call)) for name, call in _options(source)]
     assigned = [(dotted(node.targets[0]), node.value) for node in source.nodes(ast.Assign)]
     worlds = [node for name, node in defaults + assigned if _WORLD.fullmatch(name)]
     ranks = next((number for node in worlds if (number := _integer(node))), 1)
@@ -201,8 +201,8 @@ def _integer(node: ast.expr | None) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+def _default(call: ast.Call) -> ast.expr | None:
+    return next((keyword.value for keyword in call.keywords if keyword.arg == "default"), None)
 
 
 CHECKS = (
