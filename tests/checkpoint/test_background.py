@@ -212,18 +212,24 @@ def test_an_error_on_one_rank_is_an_error_on_all_at_the_next_step(
     assert names(tmp_path) == ["latest", "step-0", "step-1", "step-2"]
 
 
+def refusals(path: Path) -> list[str]:
+    """The errors of a save in the background of two ranks, by rank."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        saving = sw.shard(model, comm=comm).save_async(path)
+        assert saving is not None
+        return said(sw.CheckpointError, saving.wait)
+
+    return on_ranks(2, DECODER.build, rank)
+
+
 @pytest.mark.parametrize("point", failpoints.POINTS[6:11])
 def test_an_error_while_publishing_is_one_too(
     point: str, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
 ) -> None:
     listen(fails(point, 0))
 
-    def rank(comm: Comm, model: nn.Module) -> str:
-        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
-        assert saving is not None
-        return said(sw.CheckpointError, saving.wait)
-
-    texts = on_ranks(2, DECODER.build, rank)
+    texts = refusals(tmp_path / "step-1")
     assert len(set(texts)) == 1
     assert texts[0].startswith(f"saving {tmp_path / 'step-1'} in the background failed: rank 0: ")
     assert names(tmp_path) == []
@@ -237,12 +243,7 @@ def test_a_mistake_of_ours_in_the_background_is_no_silence(
 
     monkeypatch.setattr(background, "await_parts", broken)
 
-    def rank(comm: Comm, model: nn.Module) -> str:
-        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
-        assert saving is not None
-        return said(sw.CheckpointError, saving.wait)
-
-    assert "rank 0: ZeroDivisionError: oops" in on_ranks(2, DECODER.build, rank)[1]
+    assert "rank 0: ZeroDivisionError: oops" in refusals(tmp_path / "step-1")[1]
 
 
 def test_after_an_interrupted_save_the_next_has_all_its_memory(
@@ -289,12 +290,7 @@ def test_a_system_without_room_for_a_thread_is_an_error_on_all_ranks(
 
     monkeypatch.setattr(background, "Thread", Refused)
 
-    def rank(comm: Comm, model: nn.Module) -> str:
-        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
-        assert saving is not None
-        return said(sw.CheckpointError, saving.wait)
-
-    texts = on_ranks(2, DECODER.build, rank)
+    texts = refusals(tmp_path / "step-1")
     assert texts[0] == texts[1]
     assert "rank 1: RuntimeError: can't start new thread" in texts[0]
     assert names(tmp_path) == []
@@ -305,12 +301,7 @@ def test_a_writer_that_ends_without_a_word_has_not_saved(
 ) -> None:
     monkeypatch.setattr(background.Saving, "_run", lambda self: None)
 
-    def rank(comm: Comm, model: nn.Module) -> str:
-        saving = sw.shard(model, comm=comm).save_async(tmp_path / "step-1")
-        assert saving is not None
-        return said(sw.CheckpointError, saving.wait)
-
-    assert "its writer died" in on_ranks(2, DECODER.build, rank)[0]
+    assert "its writer died" in refusals(tmp_path / "step-1")[0]
     assert names(tmp_path) == []
 
 
