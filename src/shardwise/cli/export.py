@@ -94,35 +94,32 @@ def run_export(source: Path, destination: Path, arguments: ExportArguments) -> N
     Raises:
         ShardwiseError: the options do not go together, or reading or writing failed.
     """
-    options, file_format = arguments.options, arguments.file_format
-    has_max_file_size, merges = arguments.max_file_size is not None, arguments.merge is not None
-    _check_options(options, file_format, has_max_file_size, merges)
+    _check_options(arguments)
     source, destination = source.expanduser(), destination.expanduser()
-    _check_destination(destination, options, file_format)
+    _check_destination(destination, arguments.options, arguments.file_format)
     with without_their_noise(), _as_checkpoint(source, destination, arguments) as path:
-        if file_format == "dcp":
-            _to_dcp(path, destination, options)
+        if arguments.file_format == "dcp":
+            _to_dcp(path, destination, arguments.options)
         else:
             _to_files(path, source, destination, arguments)
 
 
-def _check_options(
-    options: ExportOptions, file_format: str, has_max_file_size: bool, merges: bool
-) -> None:
+def _check_options(arguments: ExportArguments) -> None:
     """Raises ``ConfigError`` for options that this format does not support."""
-    if file_format == "dcp" and (options.dtype is not None or options.overwrite):
+    file_format = arguments.file_format
+    if file_format == "dcp" and (arguments.dtype is not None or arguments.overwrite):
         raise ConfigError(
             "--format dcp does not support --dtype and --overwrite: it writes the stored dtypes to "
             "a new folder. Export with --dtype first, then export the result as dcp."
         )
-    if file_format != "hf" and merges:
+    if file_format != "hf" and arguments.merge is not None:
         raise ConfigError(f"--format {file_format} does not support --merge. Merge first.")
-    if file_format != "hf" and has_max_file_size:
+    if file_format != "hf" and arguments.max_file_size is not None:
         raise ConfigError(
             f"--format {file_format} does not support --max-file-size, which is for safetensors. "
             "Leave it out."
         )
-    if file_format == "pt" and options.with_optimizer:
+    if file_format == "pt" and arguments.with_optimizer:
         raise ConfigError(
             "--format pt writes weights only. Leave --with-optimizer out, or choose another "
             "--format."
