@@ -21,18 +21,11 @@ from shardwise.errors import ConfigError, RanksDisagree
 from shardwise.outer.diloco import DiLoCo
 from shardwise.outer.link import Link
 from shardwise.outer.place import Place
+from tests.optim.test_average import model as plain_model
 from tests.ranks import run_threads
 
 AVERAGE: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "wire": "float32"}
 State = dict[str, Tensor]
-
-
-def plain_model() -> nn.Module:
-    net = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
-    with torch.no_grad():
-        for param in net.parameters():  # ranks are threads, and have one generator
-            param.copy_(torch.linspace(0, 9, param.numel()).sin().view_as(param))
-    return net
 
 
 def batch(step: int, worker: int, rank: int) -> Tensor:
@@ -48,9 +41,10 @@ class Worker(NamedTuple):
     number: int
     addresses: list[str]
 
-    def model(self, strategy: str = "full_shard") -> tuple[nn.Module, sw.Sharded]:
+    def model(self) -> tuple[nn.Module, sw.Sharded, torch.optim.Optimizer]:
         net = plain_model()
-        return net, sw.shard(net, strategy, comm=self.comm)
+        sharded = sw.shard(net, comm=self.comm)
+        return net, sharded, torch.optim.AdamW(net.parameters(), lr=0.05)
 
     def outer(
         self, sharded: sw.Sharded, optimizer: torch.optim.Optimizer, **options: Any
@@ -111,7 +105,8 @@ def largest_difference(one: State, other: State) -> float:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1", "no_shard"])
 def test_averaging_after_each_step_is_the_synchronous_run(strategy: str) -> None:
     def apart(worker: Worker) -> State:
-        net, sharded = worker.model(strategy)
+        net = plain_model()
+        sharded = sw.shard(net, strategy, comm=worker.comm)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         outer = worker.outer(sharded, optimizer, every=1, **AVERAGE)
         assert {one.address for one in listeners([os.getpid()])} == {"127.0.0.1"}
@@ -168,8 +163,7 @@ def test_one_worker_does_what_the_papers_algorithm_says() -> None:
 @pytest.mark.parametrize(("wire", "bytes_each"), [("float32", 4), ("float16", 2), ("int8", 1.1)])
 def test_bytes_are_those_of_one_exchange_in_a_round(wire: str, bytes_each: float) -> None:
     def run(worker: Worker) -> tuple[dict[str, int], int]:
-        net, sharded = worker.model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        net, sharded, optimizer = worker.model()
         outer = worker.outer(sharded, optimizer, every=4, wire=wire)
         worker.steps(net, optimizer, outer, range(8))
         outer.finish()
@@ -187,8 +181,7 @@ def test_workers_of_any_number_of_ranks_have_the_same_start() -> None:
     all_are_done = threading.Barrier(6)
 
     def run(worker: Worker) -> tuple[State, list[int], dict[str, int]]:
-        net, sharded = worker.model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        net, sharded, optimizer = worker.model()
         outer = worker.outer(sharded, optimizer, delay=0)
         worker.steps(net, optimizer, outer, range(8))
         present = outer.workers
@@ -210,16 +203,14 @@ def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_sta
     lost, alone, back = threading.Event(), threading.Event(), threading.Event()
 
     def run(worker: Worker) -> tuple[State, dict[str, int], list[int]]:
-        net, sharded = worker.model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        net, sharded, optimizer = worker.model()
         outer = worker.outer(sharded, optimizer, delay=0)
         worker.steps(net, optimizer, outer, range(4))
         if worker.number == 0:
             outer.close()
             lost.set()
             alone.wait(20)
-            net, sharded = worker.model()
-            optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+            net, sharded, optimizer = worker.model()
             outer = worker.outer(sharded, optimizer, delay=0)
             assert outer.steps >= 8  # it goes on where the others are
             back.set()
@@ -264,8 +255,7 @@ def test_a_resumed_worker_continues_exactly(tmp_path: Path) -> None:
 
     def run(worker: Worker, stops: bool) -> State:
         folder = tmp_path / f"{stops}-{worker.number}"
-        net, sharded = worker.model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        net, sharded, optimizer = worker.model()
         outer = worker.outer(sharded, optimizer, delay=1)
         worker.steps(net, optimizer, outer, range(6))
         outer.finish()
@@ -273,8 +263,7 @@ def test_a_resumed_worker_continues_exactly(tmp_path: Path) -> None:
             sharded.save(folder, optimizer)
             outer.close()
             all_have_stopped.wait(20)
-            net, sharded = worker.model()
-            optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+            net, sharded, optimizer = worker.model()
             sharded.load(folder, optimizer)
             outer = worker.outer(sharded, optimizer, delay=1)
         assert outer.steps == 6
@@ -291,8 +280,7 @@ def test_a_resumed_worker_continues_exactly(tmp_path: Path) -> None:
 
 def test_unlike_workers_are_refused_by_name() -> None:
     def run(worker: Worker) -> str:
-        net, sharded = worker.model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        _, sharded, optimizer = worker.model()
         if worker.number == 0:
             outer = worker.outer(sharded, optimizer, timeout=1.0)
             outer.close()
@@ -328,8 +316,7 @@ def test_what_cannot_be_is_said_before_anything_is_sent(
     options: dict[str, Any], words: str
 ) -> None:
     def run(comm: Comm) -> None:
-        net, sharded = Worker(comm, 0, []).model()
-        optimizer = torch.optim.AdamW(net.parameters())
+        _, sharded, optimizer = Worker(comm, 0, []).model()
         with pytest.raises(ConfigError, match=words):
             sw.DiLoCo(sharded, optimizer, **options)
 
