@@ -243,6 +243,21 @@ def test_a_forward_of_the_users_own_stays() -> None:
     assert torch.equal(model(rows(0)), expected)
 
 
+def test_a_class_computes_as_torchs_does_unless_it_has_a_forward_of_its_own() -> None:
+    class Inheriting(nn.Linear):
+        """Such a class initialises, or is asked for by name."""
+
+    class Doubling(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(Inheriting(4, 6), Doubling(6, 6))
+    expected = model(rows(0))
+    sw.shard(model, comm=LocalComm())
+    assert [linear_in_slot.is_in_slot(vars(part).get("forward")) for part in model] == [True, False]
+    assert torch.equal(model(rows(0)), expected)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_graph_is_torchs_but_for_a_name_and_keeps_the_view_and_not_the_parameter(
     bias: bool,
