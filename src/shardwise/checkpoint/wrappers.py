@@ -35,6 +35,8 @@ def bare(name: str, held: Iterable[str] = ()) -> str:
     """
     head, slash, path = name.rpartition("/")
     parts = path.split(".")
+    if not held and WRAPPERS.isdisjoint(parts):  # as a rule, and a save asks of every tensor
+        return name
     kept = (k for k, part in enumerate(parts) if part not in WRAPPERS)
     names = (parts[k] for k in kept if not held or ".".join(parts[: k + 1]) not in held)
     return head + slash + ".".join(names)
