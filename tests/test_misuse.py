@@ -225,18 +225,6 @@ def test_gradients_that_carry_a_graph_are_refused_and_forgotten(strategy: str, w
         assert "inside `with sharded.full_params():`" in text
 
 
-def test_a_transform_of_torch_func_says_where_it_works() -> None:
-    """Per-sample gradients, Jacobians: of the plain model that full_params() shows."""
-    model, plain = nets.scalar_and_13_rows(), seeded(nets.scalar_and_13_rows)
-    model.load_state_dict(plain.state_dict())
-    sharded = sw.shard(model)
-    x = nets.scalar_and_13_rows_batch(0, 2)[0]
-    with pytest.raises(sw.ShardUseError, match=r"torch\.func transform .*full_params"):
-        torch.func.jacrev(model)(x)
-    with sharded.full_params():
-        assert torch.equal(torch.func.jacrev(model)(x), torch.func.jacrev(plain)(x))
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("wrap", [sw.wrap.automatic(), sw.wrap.whole()], ids=str)
 def test_autograd_grad_of_parameters_has_a_sentence_of_its_own(

@@ -398,7 +398,7 @@ def test_a_backward_pass_tells_whether_its_graph_is_kept(kept: bool) -> None:
 
 
 def test_a_transform_of_torch_func_is_noticed() -> None:
-    """Else it would fail in the middle of a gather, with words that nobody understands."""
+    """Else units would be freed before its gradients come."""
     log = [internals.is_transformed()]
 
     def square(x: Tensor) -> Tensor:
@@ -407,6 +407,21 @@ def test_a_transform_of_torch_func_is_noticed() -> None:
 
     torch.func.grad(square)(torch.ones(()))
     assert log == [False, True]
+
+
+def test_outside_of_transforms_tensors_are_plain_and_can_be_written() -> None:
+    """Else a gather in the middle of one would fail."""
+    memory = torch.zeros(3)
+
+    def product(x: Tensor) -> Tensor:
+        with internals.outside_transforms():
+            assert not internals.is_transformed()
+            memory.copy_(torch.arange(3.0))
+        assert internals.is_transformed()
+        return x * memory
+
+    rows = torch.func.vmap(torch.func.jacrev(product))(torch.ones(2, 3))
+    assert torch.equal(rows, torch.arange(3.0).diag().expand(2, 3, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # that torch imports for duals

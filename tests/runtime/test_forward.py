@@ -9,12 +9,14 @@ import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers.utils.generic import ModelOutput
 
 import shardwise as sw
@@ -24,10 +26,11 @@ from shardwise.plan.schedule.events import Op, Phase
 from tests.copies import said, seeded
 from tests.fake import FakeComm
 from tests.nets import Batch, loss, numbers
-from tests.ranks import run_threads
+from tests.ranks import run_processes, run_threads
 from tests.steps import (
     STRATEGIES,
     Recorder,
+    Step,
     Taken,
     assert_at_rest,
     assert_gradients,
@@ -422,6 +425,67 @@ def test_a_model_may_call_itself(inside: bool, strategy: str) -> None:
 
     model = nn.Sequential(Tree(), nn.Linear(4, 2)) if inside else Tree()
     play(model, [step] * 2, BATCHES, strategy=strategy)
+
+
+# ---- transforms and forward derivatives ----------------------------------------------------------
+
+
+class Transforming(Chain):
+    """Takes derivatives of its own layers, and reads one's weight in a transform."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        x = torch.func.vmap(lambda row: first(row) + row @ third.fc.weight.t())(x)  # type: ignore[operator,union-attr]
+        slope = torch.func.grad(lambda rows: second(rows).square().sum())(x)
+        pull = torch.func.vjp(third, slope)[1]
+        return super().forward(pull(slope)[0])
+
+
+def of_the_model(model: nn.Module, batch: Batch) -> None:
+    slopes = torch.func.vmap(torch.func.jacrev(model))(batch[0])
+    with torch.no_grad():
+        target = torch.func.vmap(model)(batch[0] * 0.5)
+    (F.mse_loss(torch.func.vmap(model)(batch[0]), target) + slopes.square().mean()).backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("model", "step"), [(Chain, of_the_model), (Transforming, train)], ids=["around", "inside"]
+)
+def test_a_transform_of_torch_func_may_be(
+    model: Callable[[], nn.Module], step: Step, strategy: str
+) -> None:
+    play(model(), [step, train, step], BATCHES, strategy=strategy)
+
+
+def of_a_tangent(model: nn.Module, batch: Batch) -> None:
+    """A loss of the derivative in one direction alone."""
+    with forward_ad.dual_level():
+        out = model(forward_ad.make_dual(batch[0], batch[0].cos()))
+        value = forward_ad.unpack_dual(out).tangent.square().mean()
+    value.backward()
+
+
+def of_jvp(model: nn.Module, batch: Batch) -> None:
+    """Mean flows train so."""
+    out: Any = torch.func.jvp(model, (batch[0],), (batch[0].cos(),))
+    F.mse_loss(out[0] + out[1], batch[1]).backward()
+
+
+def test_forward_derivatives_may_be_in_the_loss() -> None:
+    run_processes(2, _forward_derivatives)  # of which threads of one process have one level
+
+
+def _forward_derivatives(comm: Comm) -> None:
+    for strategy, step in product(STRATEGIES, (of_a_tangent, of_jvp)):
+        model = seeded(Chain)
+        truth = averaged(model, step, BATCHES)
+        sharded = sw.shard(model, strategy, comm=comm)
+        for _ in range(2):
+            model.zero_grad()
+            step(model, BATCHES[comm.rank])
+            assert_gradients(model, truth)
+            assert_at_rest(sharded)
 
 
 # ---- what cannot work, and says so ---------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers.modeling_outputs import BaseModelOutput
 
 from shardwise.runtime.pytrees import cast, grad_fns, may_hide_tensors, tensors
@@ -71,6 +72,14 @@ def test_the_makers_of_a_view_are_its_own_and_that_of_its_base() -> None:
     view = base[:2]
     assert grad_fns([view]) == [view.grad_fn]
     assert grad_fns([view], with_bases=True) == [view.grad_fn, base.grad_fn]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # that torch imports for duals
+def test_the_makers_of_a_dual_are_those_of_its_tangent_too() -> None:
+    value, tangent = (torch.ones(2, requires_grad=True) * factor for factor in (2, 3))
+    with forward_ad.dual_level():
+        dual, count = forward_ad.make_dual(value, tangent), torch.ones(2, dtype=torch.int64)
+        assert grad_fns([dual, count]) == [dual.grad_fn, tangent.grad_fn]
 
 
 @pytest.mark.parametrize("name", TREES)

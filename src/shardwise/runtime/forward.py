@@ -23,7 +23,6 @@ from torch.autograd.graph import Node
 from shardwise.comm.protocol import Comm
 from shardwise.config.precision import Precision
 from shardwise.errors import RanksDisagree, ScheduleError, ShardUseError
-from shardwise.memory.shard_tensor.use_errors import functorch_transform
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.schedule.events import Phase
 from shardwise.plan.units.structure import as_group, has_forward, partial_roots
@@ -46,6 +45,7 @@ from shardwise.torch_internals import (
     is_transformed,
     keeps_parametrized,
     next_sequence_number,
+    outside_transforms,
     sequence_number,
     skip_in_dynamo,
     storage_key,
@@ -145,7 +145,8 @@ class Hooks:
     def make_whole(self, unit: str) -> None:
         """A parameter is read outside its unit's call: it stays whole until the step is over."""
         phase = Phase.BACKWARD if self.backward.running else Phase.FORWARD
-        self.runtime.serve(unit, phase, "read")
+        with outside_transforms():
+            self.runtime.serve(unit, phase, "read")
         self.runtime.facts.pinned.add(unit)
 
     def before_write(self, unit: str) -> None:
@@ -186,14 +187,16 @@ class Hooks:
 
     def _enter(self, module: nn.Module, unit: str | None, given: Any, python: FrameType) -> Any:
         recomputes = graph_task() != -1 and self.backward.running
-        resume = None if self._frames or recomputes else self._begin(unit)
+        with outside_transforms():
+            resume = None if self._frames or recomputes else self._begin(unit)
         call = self._expected(unit, recomputes)
         inputs = () if call is None else grad_fns(tensors(given))
         handled = sys.exc_info()[1]
         frame = Frame(module, unit, call, set(inputs), python, handled, not recomputes, resume)
         self._frames.append(frame)
         if unit is not None:
-            self.runtime.enter(unit, Phase.FORWARD, frame.listed)
+            with outside_transforms():
+                self.runtime.enter(unit, Phase.FORWARD, frame.listed)
         dtype = self._input_dtypes.get(module)
         return None if dtype is None else cast_where_needed(given, dtype)
 
@@ -203,7 +206,7 @@ class Hooks:
         In a recomputation (activation checkpointing) only if the first call ran without gradients
         (the reentrant kind). Else autograd knows the first one, and the unit only has to be whole.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transformed():
             return None
         if recomputes and (unit is None or self.backward.calls.expects(unit)):
             return None
@@ -211,8 +214,6 @@ class Hooks:
         return ForwardCall(unit, parent, next_sequence_number())
 
     def _begin(self, unit: str | None) -> Any:
-        if is_transformed():
-            raise functorch_transform()
         self.backward.abandon_stopped()
         self.backward.known.clear()
         self.registered.check()
@@ -246,11 +247,12 @@ class Hooks:
             self._failed(frame)
             return None
         self._expect_backward(frame, output)
-        if frame.unit is not None:
-            torch.clear_autocast_cache()  # else a later call's gradient comes through this one
-            self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
-        if frame.listed and not self._frames:
-            self.runtime.end_forward(frame.resume)
+        with outside_transforms():
+            if frame.unit is not None:
+                torch.clear_autocast_cache()  # else a later call's gradient comes through this one
+                self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
+            if frame.listed and not self._frames:
+                self.runtime.end_forward(frame.resume)
         dtype = self.precision.output_dtype
         return None if dtype is None or module not in self._outermost else cast(output, dtype)
 
@@ -279,6 +281,8 @@ class Hooks:
             elif hides:
                 self.backward.expect_parameters()
                 pins = True
+        elif is_transformed():
+            self.backward.expect_parameters()
         if pins and frame.unit is not None:
             self.runtime.facts.pinned.add(frame.unit)
 
@@ -290,7 +294,9 @@ class Hooks:
 
     def _shows(self, unit: str, shown: list[Tensor]) -> bool:
         keys = {bucket.storage_key for bucket in self.runtime.units[unit].buckets}
-        return bool(keeps_parametrized()) or not keys.isdisjoint(map(storage_key, shown))
+        if keeps_parametrized() or is_transformed():
+            return True
+        return not keys.isdisjoint(map(storage_key, shown))
 
     # ---- other methods ---------------------------------------------------------------------
 

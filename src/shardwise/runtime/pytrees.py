@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 
-from shardwise.torch_internals import base_of, tree_leaves, tree_map
+from shardwise.torch_internals import base_of, computes_forward_derivatives, tree_leaves, tree_map
 
 _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _NOT_OF_A_CALL = (*_LEAVES, nn.Module, Node, ModuleType, CodeType, type)
@@ -87,15 +88,16 @@ def _held_by(leaf: Any) -> Sequence[Any]:
     return get_referents(leaf)
 
 
-def grad_fns(given: Iterable[Tensor], with_bases: bool = False) -> list[Node]:
-    """The autograd nodes of tensors, each once.
+def grad_fns(given: Sequence[Tensor], with_bases: bool = False) -> list[Node]:
+    """The autograd nodes of tensors and of their tangents (forward-mode AD), each once.
 
     A view that is modified in place later gets a new node, but the node of its base stays in the
     graph: ``with_bases`` includes those.
     """
     result: dict[Node, None] = {}
-    for tensor in given:
-        if tensor.requires_grad:
+    duals = map(forward_ad.unpack_dual, given if computes_forward_derivatives() else ())
+    for tensor in (*given, *(dual.tangent for dual in duals)):
+        if tensor is not None and tensor.requires_grad:
             result[tensor.grad_fn or get_gradient_edge(tensor).node] = None
             base = base_of(tensor) if with_bases else None
             if base is not None and base.grad_fn is not None:

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch._functorch import eager_transforms, vmap
+from torch._functorch import eager_transforms, pyfunctorch, vmap
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
@@ -225,6 +225,10 @@ def computes_forward_derivatives() -> bool:
 def is_transformed() -> bool:
     """Does a transform of ``torch.func`` look at what is computed?"""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+#: In this context, no transform of ``torch.func`` looks at what is computed.
+outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
 
 
 # ---- torch.compile ---------------------------------------------------------------------------

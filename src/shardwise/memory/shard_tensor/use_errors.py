@@ -81,15 +81,6 @@ def gradient_without_gather(name: str, unit: str) -> ScheduleError:
     )
 
 
-def functorch_transform() -> ShardUseError:
-    """``torch.func`` cannot trace the gathering of units."""
-    return ShardUseError(
-        "a sharded model was called inside a torch.func transform (grad, vmap, jacrev, ...), which "
-        "cannot trace the gathering of its units. Call the transform inside `with "
-        "sharded.full_params():`, where the parameters are gathered."
-    )
-
-
 def wrong_replacement(name: str, shard: Tensor, value: Tensor) -> ConfigError:
     """A shard was replaced by a ``value`` of another shape, dtype or device."""
     return ConfigError(
