@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,26 @@ def test_a_parameter_in_the_memory_of_another_tensor_is_refused(
             return build()
 
     on_ranks(world, built, rank)
+
+
+def holding(make: Callable[[nn.Linear], object]) -> nn.Module:
+    layer = nn.Linear(4, 2)
+    layer.kept = make(layer)  # type: ignore[assignment]
+    return nn.Sequential(layer)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda fc: fc.weight.t(), lambda fc: [fc.bias, fc.weight[0]]], ids=["one", "a list"]
+)
+def test_a_view_of_a_parameter_in_an_attribute_is_refused(make: Callable[[Any], object]) -> None:
+    """It would show what the parameter was when the model was sharded."""
+    text = said(sw.ConfigError, lambda: sw.shard(holding(make)))
+    assert text.startswith("Linear.kept is a view of parameter '0.weight'")
+
+
+def test_a_copy_of_a_parameter_and_its_values_may_be_in_an_attribute() -> None:
+    """As torch's ``spectral_norm`` and ``prune`` have them."""
+    sw.shard(holding(lambda fc: (fc.weight.data, fc.weight * 2, fc.weight)))
 
 
 def test_tensors_beside_each_other_in_one_storage_are_cut_as_others() -> None:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ConfigError
-from shardwise.torch_internals import storage_key
+from shardwise.torch_internals import base_of, storage_key
 
 Named = tuple[str, Tensor]
 
 
 def check_overlaps(model: nn.Module) -> None:
     """Raises ``ConfigError`` if an element of a parameter is an element of another tensor, too."""
+    _check_attributes(model)
     by_storage: dict[int, list[Named]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
@@ -36,6 +37,21 @@ def check_overlaps(model: nn.Module) -> None:
         for one, other in _neighbours(together):
             if _overlap(one[1], other[1]):
                 raise _error(one, other)
+
+
+def _check_attributes(model: nn.Module) -> None:
+    """Raises ``ConfigError`` if a module keeps a view of a parameter."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    for module in model.modules():
+        for attribute, value in vars(module).items():
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            bases = (base_of(one) for one in several if isinstance(one, Tensor))
+            for name in filter(None, (names.get(id(base)) for base in bases)):
+                raise ConfigError(
+                    f"{type(module).__name__}.{attribute} is a view of parameter {name!r}: after "
+                    "shard() it would show the present values for ever. Make the view in "
+                    "forward(), from the parameter, or delete the attribute."
+                )
 
 
 def is_expanded(tensor: Tensor) -> bool:
