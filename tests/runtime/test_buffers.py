@@ -89,6 +89,17 @@ def test_after_a_step_buffers_are_each_ranks_own_rank_0s_or_the_mean(
             assert value.dtype == own[0][name].dtype  # the counts of batches stay integers
 
 
+def test_a_buffer_of_8_bit_numbers_is_averaged() -> None:
+    def rank(comm: Comm, model: nn.Module) -> Tensor:
+        sw.shard(model, comm=comm, buffers="average")
+        scale = torch.tensor([1.0, comm.rank + 1.0]).to(torch.float8_e4m3fn)
+        model.register_buffer("scale", scale)
+        train(model, BATCH(comm.rank, 4))
+        return model.get_buffer("scale").float()
+
+    assert all(scale.tolist() == [1.0, 1.5] for scale in on_ranks(2, BUILD, rank))
+
+
 def test_one_collective_for_each_dtype_when_gradients_are_reduced() -> None:
     def rank(comm: Comm, model: nn.Module, policy: Any) -> None:
         sharded = sw.shard(model, comm=comm, buffers=policy)

@@ -68,7 +68,7 @@ def _sync(buffers: Sequence[Tensor], comm: Comm, averages: bool) -> None:
 
 def _mean(rows: Tensor) -> Tensor:
     """``[W, n] → [n]``. What is the same on every rank, ``-inf`` of a mask too, stays as it is."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    mean = torch.empty(rows.shape[1], dtype=wide, device=rows.device)
-    sum_in_rank_order(mean, rows.unbind(), divisor=len(rows))
-    return torch.where((rows == rows[0]).all(0), rows[0], mean.to(rows.dtype))
+    wide = rows if rows.dtype is torch.float64 else rows.float()  # 8 bits have no arithmetic
+    mean = torch.empty_like(wide[0])
+    sum_in_rank_order(mean, wide.unbind(), divisor=len(rows))
+    return torch.where((wide == wide[0]).all(0), wide[0], mean).to(rows.dtype)
