@@ -46,11 +46,15 @@ def drawn(strategy: str) -> tuple[Blueprint, StepWork]:
 
 
 def played(
-    strategy: str = "full_shard", bandwidth: float = 1e12, contention: float = 0.0
+    strategy: str = "full_shard",
+    bandwidth: float = 1e12,
+    contention: float = 0.0,
+    inside: float = 0.0,
 ) -> tuple[MicroBatch, StepWork]:
     blueprint, work = drawn(strategy)
     accelerator = replace(TABLE.accelerator("A100"), kernel=0.0, contention=contention)
-    machine = Machine(accelerator, link(bandwidth), link(bandwidth), link(bandwidth), RANKS)
+    links = (link(inside or bandwidth), link(bandwidth), link(bandwidth))
+    machine = Machine(accelerator, *links, per_host=RANKS // 2 if inside else RANKS)
     listed = events(work.order, blueprint.policy, blueprint.nbytes)
     rates = Rates(accelerator, Kernels(), TABLE.constants)
     network = Network.of(machine, blueprint.grid)
@@ -89,6 +93,12 @@ def test_computing_takes_longer_while_the_link_is_busy() -> None:
     together, _ = played(bandwidth=1e11, contention=0.5)
     assert alone.contended == pytest.approx(0, abs=1e-9)
     assert together.contended > 0
+
+
+def test_a_link_between_hosts_takes_the_less_from_computing_the_slower_it_is() -> None:
+    inside, _ = played(bandwidth=1e11, contention=0.5)
+    between, _ = played(bandwidth=1e11, contention=0.5, inside=1e12)
+    assert between.contended == pytest.approx(inside.contended / 10, rel=0.05)
 
 
 def test_no_shard_sends_only_gradients() -> None:

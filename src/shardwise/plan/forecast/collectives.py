@@ -41,6 +41,11 @@ class Ring:
         alone = self.stride >= self.machine.per_host  # no two of its ranks are in one host
         return between / rings if alone else min(inside, between / rings)
 
+    @property
+    def strain(self) -> float:
+        """Bytes per second beside those of a ring inside a host: the device moves so many fewer."""
+        return min(1.0, self.bandwidth / self.machine.inside.bandwidth)
+
     def seconds(self, sent: float, rounds: int = 1) -> float:
         """Time of a collective in which each rank sends so many bytes.
 
@@ -73,13 +78,25 @@ class Network:
 
     def seconds(self, op: Op, unit: UnitBytes) -> float:
         """Time of an event of ``unit`` that moves bytes between ranks, or to the host and back."""
+        ring = self._ring(op)
+        if ring is None:
+            return (unit.loaded if op is Op.LOAD else unit.stored) / self.host
         if op is Op.GATHER:
-            return self.shard.seconds(unit.gather_sent - unit.kept_sent)
+            return ring.seconds(unit.gather_sent - unit.kept_sent)
         if op is Op.UPDATE:
-            return self.replicate.seconds(unit.update_sent)
-        if op in (Op.REDUCE, Op.AVERAGE):
-            if op is Op.REDUCE and self.shard.size > 1:
-                return self.shard.seconds(unit.reduce_sent)
-            sent = unit.reduce_sent if op is Op.REDUCE else unit.average_sent
-            return self.replicate.seconds(sent, rounds=1 + bool(unit.spread))
-        return (unit.loaded if op is Op.LOAD else unit.stored) / self.host
+            return ring.seconds(unit.update_sent)
+        sent = unit.reduce_sent if op is Op.REDUCE else unit.average_sent
+        averages = ring is self.replicate and bool(unit.spread)
+        return ring.seconds(sent, rounds=1 + averages)
+
+    def strain(self, op: Op) -> float:
+        """Return its ring's; 1 on the way to a host's memory."""
+        ring = self._ring(op)
+        return ring.strain if ring is not None else 1.0
+
+    def _ring(self, op: Op) -> Ring | None:
+        """That of a collective."""
+        if op in (Op.LOAD, Op.STORE):
+            return None
+        sharded = op is Op.GATHER or (op is Op.REDUCE and self.shard.size > 1)
+        return self.shard if sharded else self.replicate

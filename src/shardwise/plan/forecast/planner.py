@@ -31,6 +31,7 @@ from shardwise.config.strategies import placement_of
 from shardwise.plan.blueprint import Blueprint, draw_on, units_of
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.collectives import Ring
 from shardwise.plan.forecast.machine import Accelerator, known
 from shardwise.plan.forecast.memory import MemoryForecast
 from shardwise.plan.forecast.moments import EngineMoments, activations
@@ -84,8 +85,11 @@ class Planner:
     def __init__(self, question: Question) -> None:
         self.question = question
         self._made: dict[Hashable, Any] = {}
-        accelerator = question.machine.accelerator
-        self._contention = Rates(accelerator, question.kernels, known().constants).contention
+        machine = question.machine
+        rates = Rates(machine.accelerator, question.kernels, known().constants)
+        across = Ring(machine, 2, machine.per_host)  # hosts, with all rings of one
+        least = across.strain if question.ranks > machine.per_host else 1.0
+        self._contention = rates.contention * least
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """The whole model, exactly. Raises ``ConfigError``: its rows cannot be split so."""
@@ -146,7 +150,8 @@ class Planner:
     def least(self, candidate: Candidate) -> float:
         """Seconds below which no step of it is, however well the link is hidden.
 
-        Computing beside it is slowed by ``contention``. So of the link's seconds, at most
+        Computing beside it is slowed by ``contention``, or less by a link that is slower than those
+        inside a host. So of the link's seconds, at most
         ``1 / (1 + contention)`` cost nothing, and those only while there is something to compute.
         What is in host memory takes no less, so it is not looked at.
         """

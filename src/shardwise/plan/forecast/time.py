@@ -53,21 +53,28 @@ class _Lanes:
     contention: float
     device: float = 0.0
     link: float = 0.0
+    strain: float = 0.0  # of what is under way, the mean: see ``Ring.strain``
     exposed: float = 0.0
     ready: dict[tuple[Op, str], float] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
 
     def compute(self, event: Event, seconds: Seconds) -> None:
-        """The device computes; a collective under way takes part of its memory and its cores."""
+        """The device computes; a collective under way takes part of its memory and its cores.
+
+        It takes the more, the more it moves in that time: one between hosts takes little.
+        """
         start, total = self.device, seconds.total
         overlapped = min(total, max(0.0, self.link - start))
-        self.device += total + self.contention * overlapped
+        self.device += total + self.contention * self.strain * overlapped
         cue = Op.EXIT, event.unit, event.phase
         self.intervals.append(Interval("device", *cue, start, self.device, seconds.bound))
 
-    def send(self, event: Event, seconds: float) -> None:
+    def send(self, event: Event, seconds: float, strain: float) -> None:
         """The link carries out an event, after those that it has begun."""
         start = max(self.device, self.link)
+        if seconds:
+            before = start - self.device
+            self.strain = (self.strain * before + strain * seconds) / (before + seconds)
         self.link = self.ready[event.op, event.unit] = start + seconds
         entry = Interval("link", *event[:3], start, self.link, "link")
         self.intervals.append(entry)
@@ -124,7 +131,7 @@ def walk(
             lanes.wait(Op.REDUCE, unit)
         if op in LINK:
             if unit in nbytes:
-                lanes.send(event, network.seconds(op, nbytes[unit]))
+                lanes.send(event, network.seconds(op, nbytes[unit]), network.strain(op))
         elif op is Op.SETTLE:
             lanes.wait(Op.REDUCE, unit)
             lanes.wait(Op.AVERAGE, unit)
