@@ -50,7 +50,9 @@ class Fitted:
         return Constants(**{f.name: self._of("", f.name) for f in fields(Constants)})
 
     def accelerator(self, known: Accelerator) -> Accelerator:
-        """An accelerator with its own; its priors where no row was on it."""
+        """An accelerator with its own; its table's where no row was on it."""
+        if (known.name, "products") not in self.names:
+            return known
         products, attention = (self._of(known.name, name) for name in ("products", "attention"))
         return replace(known, products=known.best * products, attention=attention)
 
