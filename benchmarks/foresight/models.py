@@ -1,13 +1,12 @@
-"""Decoders of published results, by name, on the meta device.
+"""Decoders of published results on the meta device.
 
 One or two blocks are observed, and stand for all of them: blocks of one model are alike.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from benchmarks.foresight.shapes import Shape
 from shardwise.torch_internals import flash_attention
 from shardwise.train.decoder import RMSNorm, rotate
 
@@ -34,104 +34,6 @@ TOKENS, VOCABULARY = (
     8,
     2048,
 )  # parts of all tokens (torchtune); entries of the vocabulary (prime-rl)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int  # of the feed-forward network
-    vocabulary: int
-    head_size: int
-    gated: bool = True  # SwiGLU and RMSNorm with rotary positions; else GELU and LayerNorm
-    tied: bool = False
-
-    @property
-    def block_parameters(self) -> int:
-        """Of the products of one block."""
-        attended = self.head_size * (self.heads + self.kv_heads)
-        return self.width * (2 * attended + (2 + self.gated) * self.hidden)
-
-    @property
-    def parameters(self) -> int:
-        """Without norms and positions."""
-        tables = self.vocabulary * self.width * (1 if self.tied else 2)
-        return self.layers * self.block_parameters + tables
-
-
-def _llama(*sizes: int, head_size: int = 0, tied: bool = False) -> Shape:
-    layers, width, heads, kv_heads, hidden, vocabulary = sizes
-    size = head_size or width // heads
-    return Shape(layers, width, heads, kv_heads, hidden, vocabulary, size, tied=tied)
-
-
-def _gpt(layers: int, width: int, heads: int, vocabulary: int = 50_368) -> Shape:
-    size = width // heads
-    return Shape(layers, width, heads, heads, 4 * width, vocabulary, size, gated=False, tied=True)
-
-
-# Layers, width, heads, heads of keys and values, feed-forward, vocabulary: as in the config.json of
-# each, or in the publication.
-SHAPES = {
-    r"mpt-125m": _gpt(12, 768, 12),
-    r"mpt-350m": _gpt(24, 1024, 16),
-    r"mpt-760m": _gpt(24, 1536, 12),
-    r"mpt-1b": _gpt(24, 2048, 16),
-    r"mpt-3b": _gpt(32, 2560, 20),
-    r"mpt-7b": _gpt(32, 4096, 32),
-    r"mpt-13b": _gpt(40, 5120, 40),
-    r"mpt-30b": _gpt(48, 7168, 56),
-    r"mpt-70b": _gpt(80, 8192, 64),
-    r"gpt3?-5b": _gpt(24, 4096, 32, 51_200),
-    r"gpt3?-175b": _gpt(96, 12288, 96, 50_257),
-    r"gpt-1t": _gpt(128, 25600, 160, 50_257),
-    r"llama-?3(\.\d)?-405b": _llama(126, 16384, 128, 8, 53248, 128_256),
-    r"llama-?3(\.\d)?-70b": _llama(80, 8192, 64, 8, 28672, 128_256),
-    r"llama-?3(\.\d)?-8b": _llama(32, 4096, 32, 8, 14336, 128_256),
-    r"llama-?3\.2-3b": _llama(28, 3072, 24, 8, 8192, 128_256, tied=True),
-    r"llama-?3\.2-1b": _llama(16, 2048, 32, 8, 8192, 128_256, tied=True),
-    r"(code)?llama-?(2-)?34b": _llama(48, 8192, 64, 8, 22016, 32_000),
-    r"llama-?(1-)?(30|33)b": _llama(60, 6656, 52, 52, 17920, 32_000),
-    r"llama-?(1-)?65b": _llama(80, 8192, 64, 64, 22016, 32_000),
-    r"llama-?2-?70b": _llama(80, 8192, 64, 8, 28672, 32_000),
-    r"llama-?(2-?)?13b": _llama(40, 5120, 40, 40, 13824, 32_000),
-    r"llama-?(2-?)?7b": _llama(32, 4096, 32, 32, 11008, 32_000),
-    r"tinyllama": _llama(22, 2048, 32, 4, 5632, 32_000),
-    r"mistral-7b": _llama(32, 4096, 32, 8, 14336, 32_000),
-    r"yi-34b": _llama(60, 7168, 56, 8, 20480, 64_000),
-    r"smollm.*1\.7b": _llama(24, 2048, 32, 32, 8192, 49_152, tied=True),
-    r"qwen2(\.5)?-0\.5b": _llama(24, 896, 14, 2, 4864, 151_936, tied=True),
-    r"qwen2(\.5)?-1\.5b": _llama(28, 1536, 12, 2, 8960, 151_936, tied=True),
-    r"qwen2(\.5)?-3b": _llama(36, 2048, 16, 2, 11008, 151_936, tied=True),
-    r"qwen2(\.5)?-7b": _llama(28, 3584, 28, 4, 18944, 152_064),
-    r"qwen2(\.5)?-14b": _llama(48, 5120, 40, 8, 13824, 152_064),
-    r"qwen2(\.5)?-32b": _llama(64, 5120, 40, 8, 27648, 152_064),
-    r"qwen2(\.5)?-72b": _llama(80, 8192, 64, 8, 29568, 152_064),
-    r"qwen3-0\.6b": _llama(28, 1024, 16, 8, 3072, 151_936, head_size=128, tied=True),
-    r"qwen3-1\.7b": _llama(28, 2048, 16, 8, 6144, 151_936, head_size=128, tied=True),
-    r"qwen3-4b": _llama(36, 2560, 32, 8, 9728, 151_936, head_size=128, tied=True),
-    r"qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151_936, head_size=128),
-    r"qwen3-14b": _llama(40, 5120, 40, 8, 17408, 151_936, head_size=128),
-    r"qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151_936, head_size=128),
-    # github.com/AI-Hypercomputer/maxtext: global_parameter_scale of 16 to 128
-    r"maxtext-16b": _llama(32, 4096, 64, 64, 28672, 32_000, head_size=128),
-    r"maxtext-32b": _llama(32, 8192, 64, 64, 28672, 32_000, head_size=128),
-    r"maxtext-64b": _llama(64, 8192, 64, 64, 28672, 32_000, head_size=128),
-    r"maxtext-128b": _llama(64, 8192, 128, 128, 57344, 32_000, head_size=128),
-}
-
-
-def shape_named(name: str) -> Shape | None:
-    """The shape of a known model; ``None`` for others, and for mixtures of experts."""
-    plain = name.lower().replace(" ", "-").replace("_", "-")
-    if "moe" in plain or re.search(r"-a\d+b", plain):
-        return None
-    of_name = (s for pattern, s in SHAPES.items() if re.search(pattern + r"(?![\d.])", plain))
-    return next(of_name, None)
 
 
 @dataclass(frozen=True)
@@ -380,8 +282,3 @@ def _kept(every: int) -> Any:
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def few(shape: Shape, layers: int) -> Shape:
-    """The same with so many layers."""
-    return replace(shape, layers=layers)

@@ -8,8 +8,9 @@ from functools import cache
 
 import torch
 
-from benchmarks.foresight.models import Decoder, Shape, Variant, few
+from benchmarks.foresight.models import Decoder, Variant
 from benchmarks.foresight.rows import Case
+from benchmarks.foresight.shapes import Shape, few
 from shardwise.comm.grid import Grid
 from shardwise.config.precision import Precision
 from shardwise.plan.blueprint import Blueprint

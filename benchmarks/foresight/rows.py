@@ -14,14 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.foresight.models import (
-    Adapters,
-    Checkpointing,
-    Logits,
-    Shape,
-    Variant,
-    shape_named,
-)
+from benchmarks.foresight.models import Adapters, Checkpointing, Logits, Variant
+from benchmarks.foresight.shapes import Shape, gpt, is_mixture, shape_named
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.rates import AttentionKernel
@@ -68,7 +62,9 @@ class Software:
 
 SOFTWARE = {  # by the beginning of the framework's name
     "llm-foundry": Software(attention="flash1"),  # Triton's, of 2022
+    "composer": Software(attention="flash1"),
     "megatron": Software(attention="fastest", reduce="bfloat16"),  # cuDNN's, TransformerEngine
+    "nemo automodel": Software(attention="fastest", adapters=Adapters(on="all")),
     "nemo": Software(attention="fastest", reduce="bfloat16"),
     "maxtext": Software(attention="fastest", scans=True),  # jax.lax.scan
     "torchtune": Software(
@@ -79,18 +75,26 @@ SOFTWARE = {  # by the beginning of the framework's name
     ),
     "prime-rl": Software(adapters=Adapters(on="all"), logits="vocabulary"),
 }
+AROUND = "transformers|trl|accelerate|hugging ?face|llama-?factory|axolotl"  # around their models
+EAGER = AROUND + "|pytorch|deepspeed"  # nothing is compiled unless a row says it
 STAGES = ("packed", "compile", "chunked", "act ckpt", "fuse", "act offl", "8-bit", "lora")
 """Of a table in which each row adds one technique to those before."""
-CHECKPOINTING: Mapping[str, Checkpointing] = {
-    "none": "none",
+STRATEGIES = {  # by what is in it without spaces and dashes, the first that is
+    "shardgradop|zero2|reshardafterforward=false": "shard_grad_op",
+    "fsdp|zero3|fullshard|fullysharded": "full_shard",
+    "distributedoptimizer|distopt|zero1": "zero1",
+    "ddp|dataparallel|noshard|zero0": "no_shard",
+}
+OTHER_LAYOUTS = r"\b(tp|pp|cp|ep|sp) ?[=:x]? ?([2-9]|\d\d)|tensor|pipeline|\b[34]d\b|not stated"
+UNSAID = ("", "none", "no", "false", "0", "-", "n/a")
+CHECKPOINTING: Mapping[str, Checkpointing] = {  # by the beginning; else it is "full"
     "no": "none",
-    "full": "full",
-    "full + act offload": "full",
+    "false": "none",
+    "off": "none",
     "selective-op": "matmuls",
-    "selective-layer": "second",
+    "selective op": "matmuls",
     "selective": "second",
-    "minimal_with_context": "moved",
-    "minimal": "moved",
+    "minimal": "moved",  # MaxText's
 }
 
 
@@ -143,10 +147,13 @@ def read(path: Path) -> tuple[list[Case], dict[str, list[str]]]:
     """Return the cases of a file, and the numbers of its other rows by reason."""
     cases: list[Case] = []
     others: dict[str, list[str]] = {}
+    seen: set[str] = set()
     with path.open(encoding="utf-8-sig", newline="") as file:
         for number, cells in enumerate(csv.DictReader(file), start=1):
             row = _stripped(cells)
-            row["row_id"] = row["row_id"] or f"row {number}"
+            if row["row_id"] in ("", *seen):
+                row["row_id"] = f"row {number}"
+            seen.add(row["row_id"])
             try:
                 cases.append(case(row))
             except (Inexpressible, ConfigError) as reason:
@@ -204,12 +211,15 @@ def case(row: Row) -> Case:
 
 def _check(row: Row) -> None:
     parallel = ("tp", "pp", "cp", "ep")
-    several = [axis for axis in parallel if row.get(axis, "") not in ("", "1")]
+    several = [axis for axis in parallel if (_optional(row, axis) or 1) > 1]
     if several:
         raise Inexpressible("tensor, pipeline, context or expert parallel")
-    if re.search(r"\b(tp|pp|cp|ep)[2-9]|not stated", row["strategy"].lower()):
+    told = row["strategy"].lower()
+    if re.search(OTHER_LAYOUTS, told):
         raise Inexpressible("the layout is not stated, or not data-parallel alone")
-    if row["offload"].lower() not in ("", "none", "activation"):
+    if row["offload"].lower() not in (*UNSAID, "activation") or "offload" in told.replace(
+        "act offload", ""
+    ):
         raise Inexpressible("parameters or the optimizer are in host memory")
     if "outlier" in row["quality"]:
         raise Inexpressible("an outlier in its own table")
@@ -218,10 +228,11 @@ def _check(row: Row) -> None:
 
 
 def _shape(row: Row) -> Shape:
+    if is_mixture(row["model"]):
+        raise Inexpressible("a mixture of experts")
     shape = shape_named(row["model"]) or _stated_shape(row)
     if shape is None:
-        mixture = "moe" in row["model"].lower()
-        raise Inexpressible("a mixture of experts" if mixture else "the model's shape is not known")
+        raise Inexpressible("the model's shape is not known")
     stated = (_optional(row, "params_b") or 0) * 1e9
     learnt = 0 if shape.gated else (_optional(row, "seq_len") or 0) * shape.width
     if stated and abs((shape.parameters + learnt) / stated - 1) > TOLERANCE:
@@ -230,14 +241,21 @@ def _shape(row: Row) -> Shape:
 
 
 def _stated_shape(row: Row) -> Shape | None:
-    """A gated decoder of the sizes that are stated; its feed-forward network has what is left."""
+    """A decoder of the sizes that are stated, of GPT's kind if it is called so.
+
+    Another one is gated; its feed-forward network has what is left.
+    """
     sizes = (_optional(row, name) for name in ("n_layers", "d_model", "n_heads", "params_b"))
     layers, width, heads, billions = sizes
-    if not (layers and width and heads and billions) or "moe" in row["model"].lower():
+    if not (layers and width and heads) or width % heads:
+        return None
+    if "gpt" in row["model"].lower():
+        return gpt(int(layers), int(width), int(heads))
+    if not billions:
         return None
     tables = 2 * VOCABULARY * width
     hidden = ((billions * 1e9 - tables) / layers - 4 * width**2) / 3 / width
-    if hidden < width or width % heads:
+    if hidden < width:
         return None
     whole = (int(layers), int(width), int(heads), int(heads), round(hidden), VOCABULARY)
     return Shape(*whole, int(width // heads))
@@ -251,9 +269,9 @@ def _number(row: Row, name: str, reason: str) -> float:
 
 
 def _optional(row: Row, name: str) -> float | None:
-    """A number above 0, such as ``8,192``."""
+    """A number above 0, such as ``8,192`` or ``~40``."""
     try:
-        number = float(row[name].replace(",", ""))
+        number = float(row[name].replace(",", "").lstrip("~≈ "))
     except ValueError:
         return None
     return number if 0 < number < float("inf") else None
@@ -277,13 +295,14 @@ def _micro_batches(row: Row, ranks: int, micro_batch: int) -> int:
 def _machine(row: Row, ranks: int) -> Machine:
     name = _accelerator(row)
     text, between, inside = row["interconnect"], None, None
-    rate = re.search(r"(?:(\d+) ?x ?)?([\d.]+) ?(G|T)b(?:ps|/s)", text)
+    rate = re.search(r"(?:(\d+) ?[x×*] ?)?(\d[\d.]*) ?(G|T)b(?:ps|/s|it|E|\b)", text)
     if rate is not None and "per GPU" not in text:
         cards = int(rate[1] or 1) * (1000 if rate[3] == "T" else 1)
         between = f"{float(rate[2]) * cards:g} Gb/s"
     if "TCPX" in text:
         between = "GPUDirect-TCPX"
-    if text.startswith("PCIe") and known().accelerator(name).inside.startswith("NVLink"):
+    pcie = text.startswith("PCIe") or "pcie" in row["gpu"].lower()
+    if pcie and known().accelerator(name).inside.startswith("NVLink"):
         inside = "PCIe 4"
     machine = known().machine(name, inside=inside, between=between)
     return machine if machine.per_host <= ranks else known().machine(name, ranks, inside, between)
@@ -291,14 +310,17 @@ def _machine(row: Row, ranks: int) -> Machine:
 
 def _accelerator(row: Row) -> str:
     """A name that is known, if need be without its vendor's, its form and its memory."""
-    name = re.sub(r"^\d+ ?x ?", "", row["gpu"])
+    name = re.sub(r"^\d+ ?x ?|\(.*\)", "", row["gpu"].replace("_", " ")).strip()
     if not name:
         raise Inexpressible("the accelerator is not stated")
     plain = re.sub(rf"\b({VENDORS})\b", " ", name, flags=re.IGNORECASE)
-    stated = re.search(r"(\d+) ?Gi?B", name)
+    plain = re.sub(r"(v\d[ep]?)(?:pod)?-\d+$", r"\1", plain)  # cores of a TPU's slice
+    stated = re.search(r"(\d+) ?Gi?B?\b", name, re.IGNORECASE)
     memory = stated[1] if stated else f"{_optional(row, 'gpu_mem_gb') or 0:.0f}"
-    bare = re.split(r"[-_ ]\d+ ?Gi?B|[-_ ](?:SXM|OAM|PCIe|HBM|HGX|NVL\d)", plain.strip())[0]
-    for spelled in (f"{bare} {memory}GB", name, plain, bare):
+    forms = r"[- ]?\d+ ?Gi?B?\b|[- ](?:SXM|OAM|PCIe|HBM|HGX|NVL\d)"
+    bare = re.split(forms, plain.strip(), maxsplit=1, flags=re.IGNORECASE)[0]
+    card = [f"{bare} PCIe"] if "pcie" in name.lower() else []
+    for spelled in (*card, f"{bare} {memory}GB", name, plain, bare):
         with suppress(ConfigError):
             return known().accelerator(spelled).name
     return known().accelerator(name).name
@@ -306,7 +328,10 @@ def _accelerator(row: Row) -> str:
 
 def _software(row: Row) -> Software:
     framework, told = row["framework"].lower(), row["strategy"].lower()
-    usual = next((s for name, s in SOFTWARE.items() if framework.startswith(name)), Software())
+    usual = next((s for name, s in SOFTWARE.items() if framework.startswith(name)), None)
+    if usual is None:
+        around, eager = (re.search(names, framework) is not None for names in (AROUND, EAGER))
+        usual = Software(compiled=not eager, logits="held" if around else "whole")
     notes, attention = row["notes"].lower(), usual.attention
     logits = usual.logits
     if framework.startswith("prime-rl") and "sft" in row["task"]:
@@ -327,6 +352,7 @@ def _software(row: Row) -> Software:
     if framework.startswith("prime-rl") and _rank(row, usual.adapters):
         compiled = False  # each adapter's check of its input waits for the device
     alone = row["n_gpus"] == "1" and row["precision"] == "bf16"  # all of it has to fit
+    narrow = alone or "bf16-true" in row["precision"].lower()  # Lightning's name for all of it
     return Software(
         compiled,
         attention,
@@ -334,7 +360,7 @@ def _software(row: Row) -> Software:
         reduce,
         usual.adapters,
         logits,
-        stored="bfloat16" if alone else usual.stored,
+        stored="bfloat16" if narrow else usual.stored,
         offloads="offload" in policy or stage >= STAGES.index("act offl"),
         optimizer="adamw_8bit" if stage >= STAGES.index("8-bit") else "adamw",
         scans=usual.scans,
@@ -345,14 +371,15 @@ def _checkpointing(policy: str, row: Row) -> Checkpointing:
     """The policy of this name; of a number of blocks, the nearest."""
     blocks = re.match(r"\d+", policy)
     if blocks is None:
-        return CHECKPOINTING.get(policy, "full")
+        named = (kept for name, kept in CHECKPOINTING.items() if policy.startswith(name))
+        return next(named, "full")
     share = int(blocks[0]) / (_optional(row, "n_layers") or 1)
     return "none" if share < 0.25 else "second" if share < 0.75 else "full"
 
 
 def _shards(strategy: str, ranks: int, machine: Machine) -> int:
     copies = re.search(r"(?:x dp|dcn_dp=|x dp=|replicate=)(\d+)", strategy)
-    shards = min(ranks, machine.per_host) if re.search("hsdp|hybrid", strategy) else ranks
+    shards = min(ranks, machine.per_host) if re.search("hsdp|hybrid|mics", strategy) else ranks
     if copies is not None:
         shards = max(1, ranks // int(copies[1]))
     if ranks % shards:
@@ -363,19 +390,17 @@ def _shards(strategy: str, ranks: int, machine: Machine) -> int:
 def _strategy(strategy: str, ranks: int, machine: Machine) -> str:
     if _shards(strategy, ranks, machine) < ranks:
         return "hybrid_shard"
-    if "shard_grad_op" in strategy or "zero-2" in strategy:
-        return "shard_grad_op"
-    if "fsdp" in strategy or "zero-3" in strategy or ranks == 1:
+    plain = re.sub(r"[-_ ]|stage", "", strategy)
+    for pattern, name in STRATEGIES.items():
+        if re.search(pattern, plain):
+            return name
+    if ranks == 1:
         return "full_shard"
-    if "distributed-optimizer" in strategy or "zero-1" in strategy:
-        return "zero1"
-    if "ddp" in strategy:
-        return "no_shard"
     raise Inexpressible("the strategy is not known")
 
 
 def _precision(text: str) -> Literal["bf16", "fp8", "fp4"]:
-    if text in ("fp32", "float32", "tf32"):
+    if re.fullmatch("(fp|float|tf)?32(-true)?", text):
         raise Inexpressible("products in float32")
     if "fp4" in text:
         return "fp4"
@@ -385,14 +410,14 @@ def _precision(text: str) -> Literal["bf16", "fp8", "fp4"]:
 def _rank(row: Row, usual: Adapters) -> int:
     if "lora" not in row["task"].lower() and "LoRA on" not in row["strategy"]:
         return 0
-    stated = re.search(r"r(?:ank)?=?(\d+)", row["task"])
+    stated = re.search(r"\br(?:ank)? ?=? ?(\d+)", row["task"])
     return int(stated[1]) if stated else usual.rank
 
 
 def _year(row: Row) -> int:
-    """Of a document whose name has its month; 0 for others."""
+    """Of a document whose name has its month, or of Blackwell; 0 for others."""
     stated = re.search(r"_(20\d\d)(?:0\d|1[0-2])_", row["source"])
-    return int(stated[1]) if stated else 0
+    return int(stated[1]) if stated else 2025 * bool(re.search(r"\bG?B[23]00", row["gpu"]))
 
 
 def _tokens_per_second(row: Row, shape: Shape, tokens: int) -> float | None:

@@ -12,10 +12,11 @@ import torch
 
 from benchmarks.foresight.fit import USUAL, Fit, judge, ordered
 from benchmarks.foresight.memory import peak_of
-from benchmarks.foresight.models import Checkpointing, Decoder, Shape, Variant, few, shape_named
+from benchmarks.foresight.models import Checkpointing, Decoder, Variant
 from benchmarks.foresight.plans import plan_of, work_of
 from benchmarks.foresight.rows import PUBLISHED, Case, Inexpressible, case, read
 from benchmarks.foresight.run import summary
+from benchmarks.foresight.shapes import Shape, few, is_mixture, shape_named
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.machine import known
@@ -63,6 +64,11 @@ def test_a_row_is_read_as_it_says_and_as_its_software_does(
         ("Intel Data Center GPU Max 1550", "", "Max 1550"),
         ("GB200 NVL72", "", "GB200"),
         ("Gaudi2", "", "Gaudi 2"),
+        ("A100 80G SXM", "", "A100 80GB"),
+        ("nvidia_a100-sxm4-80gb", "", "A100 80GB"),
+        ("8 x A100-SXM4-40GB (p4d.24xlarge)", "", "A100 40GB"),
+        ("H100 PCIe 80GB", "80", "H100 PCIe"),
+        ("TPU v4-128", "", "TPU v4"),
     ],
 )
 def test_an_accelerator_is_known_by_many_spellings(
@@ -88,6 +94,68 @@ def test_a_model_without_a_name_is_one_of_its_sizes(rows: dict[str, dict[str, st
     assert shape.hidden == pytest.approx(11008, rel=0.01)
 
 
+def test_a_model_that_is_called_a_gpt_has_blocks_as_gpt_has_them(
+    rows: dict[str, dict[str, str]],
+) -> None:
+    sizes = {"params_b": "", "n_layers": "24", "d_model": "2304", "n_heads": "24"}
+    shape = case(rows["217"] | sizes | {"model": "SomeGPT-1.6B"}).shape
+    assert (shape.gated, shape.hidden) == (False, 4 * 2304)
+
+
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "gpt-oss-20b", "Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_a_mixture_of_experts_is_known_by_its_name(name: str) -> None:
+    assert is_mixture(name)
+    assert shape_named(name) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("FSDP2", "full_shard"),
+        ("DeepSpeed ZeRO stage 3", "full_shard"),
+        ("ZeRO-2", "shard_grad_op"),
+        ("FSDP1 SHARD_GRAD_OP", "shard_grad_op"),
+        ("DDP + ZeRO-1", "zero1"),
+        ("DDP", "no_shard"),
+        ("Data parallel", "no_shard"),
+        ("HSDP", "hybrid_shard"),
+    ],
+)
+def test_a_strategy_is_known_by_many_spellings(
+    rows: dict[str, dict[str, str]], told: str, name: str
+) -> None:
+    row = rows["217"] | {"strategy": told, "n_gpus": "16", "model": "Llama-3.2-1B"}
+    assert case(row | {"params_b": ""}).strategy == name
+
+
+def test_links_between_hosts_are_as_many_as_the_row_says(rows: dict[str, dict[str, str]]) -> None:
+    for text in ("4 * 100Gb RoCE", "4x100 Gbps", "400 Gb/s"):
+        rate = case(rows["217"] | {"interconnect": text}).machine.between.bandwidth
+        assert rate == pytest.approx(400e9 / 8 * 0.9)
+    card = rows["217"] | {"gpu": "A100-PCIe-80GB", "tok_s_gpu": "99"}
+    assert case(card).machine.inside.name == "PCIe 4"
+
+
+def test_software_of_which_a_row_says_nothing_is_eager_where_it_is_torch_s_own(
+    rows: dict[str, dict[str, str]],
+) -> None:
+    silent = rows["217"] | {"compile": "", "precision": "bf16-true"}
+    assert not case(silent | {"framework": "PyTorch FSDP"}).software.compiled
+    assert case(silent | {"framework": "Nobody's"}).software.compiled
+    assert case(silent | {"framework": "Lightning"}).software.stored == "bfloat16"
+    assert case(silent | {"framework": "HF transformers + TRL"}).software.logits == "held"
+
+
+@pytest.mark.parametrize(
+    ("told", "policy"),
+    [("False", "none"), ("No AC", "none"), ("minimal_flash", "moved"), ("yes", "full")],
+)
+def test_a_policy_of_checkpointing_is_known_by_its_beginning(
+    rows: dict[str, dict[str, str]], told: str, policy: str
+) -> None:
+    assert case(rows["217"] | {"act_ckpt": told}).software.checkpointing == policy
+
+
 def test_rows_of_a_micro_batch_follow_from_those_of_a_step(rows: dict[str, dict[str, str]]) -> None:
     stated = {"micro_batch": "", "global_batch_seqs": "64", "grad_accum": "2"}
     assert case(rows["217"] | stated).micro_batch == 4
@@ -102,6 +170,8 @@ def test_rows_of_a_micro_batch_follow_from_those_of_a_step(rows: dict[str, dict[
         ("params_b", "70", "another number of parameters"),
         ("strategy", "3D/4D (not stated)", "layout"),
         ("offload", "cpu", "host memory"),
+        ("strategy", "ZeRO-3 Offload", "host memory"),
+        ("strategy", "FSDP x TP=8", "layout"),
         ("tok_s_gpu", "90000", "more than 85 %"),
     ],
 )
@@ -213,3 +283,5 @@ def test_a_file_of_rows_is_read_whatever_is_in_it(tmp_path: Path) -> None:
     cases, others = read(file)
     assert len(cases) == 1
     assert sum(map(len, others.values())) == 2
+    file.write_text("\n".join([head, lines[0], lines[0]]), "utf-8")
+    assert [one.number for one in read(file)[0]] == [lines[0].split(",")[0], "row 2"]
