@@ -248,8 +248,8 @@ def test_a_class_computes_as_torchs_does_unless_it_has_a_forward_of_its_own() ->
         """Such a class initialises, or is asked for by name."""
 
     class Doubling(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return 2 * super().forward(input)
+        def forward(self, *given: Any) -> Tensor:
+            return 2 * super().forward(*given)
 
     model = nn.Sequential(Inheriting(4, 6), Doubling(6, 6))
     expected = model(rows(0))

@@ -6,7 +6,7 @@ model, knows that name, so no file and no state dict has it. Those that do are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,17 +58,15 @@ def bare_record(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "groups": groups, "values": renamed(record["values"])}
 
 
-def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+def without_wrappers(names: Collection[str]) -> dict[str, str]:
     """Name that was stored → name without wrappers; ``module.`` is one where all begin with it."""
-    names = list(names)
     all_held = [MODULE] if all(name.startswith(f"{MODULE}.") for name in names) else ()
     return {name: bare(name, all_held) for name in names}
 
 
 def of_plain_model(stored: Mapping[str, T]) -> dict[str, T]:
     """Return another program's tensors by names without wrappers, of which ``module.`` is one."""
-    bare_of = without_wrappers(stored)
-    return renamed(stored, lambda name: bare_of[name])
+    return renamed(stored, without_wrappers(stored).__getitem__)
 
 
 def further_names(stored: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:

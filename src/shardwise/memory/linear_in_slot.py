@@ -28,7 +28,7 @@ def is_large(module: nn.Module) -> bool:
     """Does it compute as torch's own linear map does, with a weight that is worth it?"""
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
         return False
-    return module.weight.numel() >= LARGE
+    return isinstance(module, nn.Linear) and module.weight.numel() >= LARGE
 
 
 def linear_in_slot(module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -32,10 +32,10 @@ def test_the_bandwidth_of_a_ring_is_that_of_its_slowest_link(
 
 def test_a_ring_between_hosts_takes_less_of_the_device_than_one_inside() -> None:
     assert Ring(MACHINE, 8).strain == 1
-    assert Ring(MACHINE, 16).strain == 0.4
+    assert Ring(MACHINE, 16).strain == 0.5 + 0.5 * 0.4
     network = Network.of(MACHINE, Grid.of(0, 32, splits=True, shape=Shape(4, 8)))
     strains = {op: network.strain(op) for op in (Op.GATHER, Op.REDUCE, Op.AVERAGE, Op.LOAD)}
-    assert [*strains.values()] == [1, 1, 0.05, 1]
+    assert [*strains.values()] == [1, 1, 0.5 + 0.5 * 0.05, 1]
 
 
 def test_bytes_take_time_and_so_do_ranks_and_hosts() -> None:

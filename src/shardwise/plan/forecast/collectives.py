@@ -43,8 +43,11 @@ class Ring:
 
     @property
     def strain(self) -> float:
-        """Bytes per second beside those of a ring inside a host: the device moves so many fewer."""
-        return min(1.0, self.bandwidth / self.machine.inside.bandwidth)
+        """Return what it takes from computing, beside a ring inside a host.
+
+        Cores, for as long as it lasts, and memory, by the bytes that it moves: in equal parts.
+        """
+        return 0.5 + 0.5 * min(1.0, self.bandwidth / self.machine.inside.bandwidth)
 
     def seconds(self, sent: float, rounds: int = 1) -> float:
         """Time of a collective in which each rank sends so many bytes.

@@ -61,7 +61,7 @@ class _Lanes:
     def compute(self, event: Event, seconds: Seconds) -> None:
         """The device computes; a collective under way takes part of its memory and its cores.
 
-        It takes the more, the more it moves in that time: one between hosts takes little.
+        It takes the more, the more it moves in that time: one between hosts takes less.
         """
         start, total = self.device, seconds.total
         overlapped = min(total, max(0.0, self.link - start))
