@@ -131,6 +131,65 @@ def test_over_shared_memory_a_function_that_writes_is_an_error_that_says_how_to(
     run_sharing(2, rank)
 
 
+def test_what_a_function_wrote_before_a_method_does_is_an_error_too() -> None:
+    def rank(comm: Comm) -> None:
+        model = Writing(lambda model: torch._foreach_add_([model.target], 1.0))
+        sw.shard(model, comm=comm, wrap=sw.wrap.whole(), strategy="shard_grad_op")
+        model.write = lambda _: None
+        model(torch.ones(4, 4))
+        with torch.no_grad():
+            torch._foreach_add_([model.target], 1.0)
+            with pytest.raises(sw.ShardUseError, match="2 ranks map the same"):
+                model.target.mul_(2)
+
+    run_sharing(2, rank)
+
+
+MIXED: dict[str, Callable[[list[Tensor], list[Tensor]], object]] = {
+    "foreach": lambda targets, sources: torch._foreach_lerp_(targets, sources, 0.25),
+    "method": lambda targets, sources: [
+        target.lerp_(source, 0.25) for target, source in zip(targets, sources, strict=True)
+    ],
+    "distance": lambda targets, sources: [
+        target.mul_(1 + (target - source).norm())
+        for target, source in zip(targets, sources, strict=True)
+    ],
+}
+
+
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("how", MIXED)
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+def test_a_target_follows_though_passes_have_left_units_whole(
+    run: Callable[..., Any], how: str, between: bool
+) -> None:
+    """One that is frozen has no backward pass, and before one the last unit stays whole."""
+
+    models = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2)]
+    copies = [copy.deepcopy(models) for _ in range(2)]
+
+    def followed(net: nn.Module, target: nn.Module) -> list[Tensor]:
+        target.requires_grad_(False)
+        for _ in range(2):
+            loss = (net(torch.ones(2, 4)) - target(torch.ones(2, 4))).square().mean()
+            if not between:
+                loss.backward()
+            with torch.no_grad():
+                MIXED[how]([*target.parameters()], [*net.parameters()])
+            if between:
+                loss.backward()
+        return [*target.state_dict().values()]
+
+    def rank(comm: Comm) -> None:
+        for model in copies[comm.rank]:
+            sw.shard(model, comm=comm, wrap=sw.wrap.by_class(nn.Linear))
+        for value, expected in zip(followed(*copies[comm.rank]), truth, strict=True):
+            torch.testing.assert_close(value, expected)
+
+    truth = followed(*models)
+    run(2, rank)
+
+
 class Around(nn.Module):
     """Writes to a parameter of its part outside the calls of that part."""
 

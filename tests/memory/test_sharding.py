@@ -25,6 +25,9 @@ class Engine:
         self.computing, self.asked = False, list[str]()
         self.comm: Comm = FakeComm(0, 2)
 
+    def rest(self) -> None:
+        self.asked.append("rest")
+
     def make_whole(self, unit: str) -> None:
         self.asked.append(f"make {unit!r} whole")
 

@@ -352,8 +352,8 @@ class Bucket:
         """Take this rank's part of what was written into the shard, if one rank wrote it."""
         if self.allocation.shared and not self._may_be_written:
             now = zip(self.members, map(get_version, self.params), self._versions, strict=True)
-            name = next(member.name for member, version, before in now if version != before)
-            raise written_by_all_ranks(name, self.spec.shard.size)
+            for name in (member.name for member, version, before in now if version != before):
+                raise written_by_all_ranks(name, self.spec.shard.size)
         with torch.no_grad(), disable_torch_function():
             cast = self.shard.to(self.full.device).to(self.dtypes.param)  # as a gather casts it
             shown = self.spec.rest_views(cast)
@@ -373,7 +373,10 @@ class Bucket:
     def _before_write(self) -> None:
         """A parameter may be written next, or kept: this rank needs memory of its own for that."""
         lent = self.allocation.shared or pages.holds(self.full.data_ptr())
-        if lent and not self._may_be_written:
+        is_whole = self.state is State.READY  # else looked up before its arguments sharded it
+        if lent and is_whole and not self._may_be_written:
+            if self.is_written():  # by a function, which is an error where every rank did
+                self.keep_written()
             with torch.inference_mode(False), disable_torch_function():
                 self._bind(GatheredParameter, self.spec.full_views(self.full.clone()))
         self._may_be_written = True

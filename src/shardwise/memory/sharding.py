@@ -30,6 +30,9 @@ class Engine(Protocol):
     def computing(self) -> bool:
         """Is a forward or backward pass of the model under way?"""
 
+    def rest(self) -> None:
+        """Between steps, shard what a forward pass left whole."""
+
     def make_whole(self, unit: str) -> None:
         """Unshard the parameters of a unit until the step is over."""
 

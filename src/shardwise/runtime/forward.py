@@ -142,6 +142,11 @@ class Hooks:
         self._abandon_stopped()
         return bool(self._frames) or self.backward.running
 
+    def rest(self) -> None:
+        """Whole parameters meet shards: outside a pass, they are shards, too."""
+        if not self.computing:
+            self.runtime.end_step()
+
     def make_whole(self, unit: str) -> None:
         """A parameter is read outside its unit's call: it stays whole until the step is over."""
         phase = Phase.BACKWARD if self.backward.running else Phase.FORWARD

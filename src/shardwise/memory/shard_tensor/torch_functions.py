@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import RanksDisagree, ShardUseError
+from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.memory.shard_tensor.elementwise import (
     COPIES,
     COUNTS,
@@ -36,6 +37,11 @@ Row = Sequence[Tensor]
 
 def dispatch(call: Call) -> Any:
     """The result, or a ``ShardUseError`` if the function needs the full tensor."""
+    for tensor in call.tensors():
+        sharding = sharding_of(tensor) if type(tensor) is GatheredParameter else None
+        engine = None if sharding is None or sharding.engine is None else sharding.engine()
+        if engine is not None:
+            engine.rest()
     bare = bare_name(call.name)
     if call.name in _SPECIAL:
         return _SPECIAL[call.name](call)
