@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.draw import draw
 from shardwise.setup import build
 from tests.copies import on_ranks, said
@@ -97,3 +99,20 @@ def test_a_model_of_several_layers_in_one_unit_is_said_once(
         run_threads(world, sharded)
     assert caplog.text.count("Layers is one unit, since no blocks repeat in it: all 78") == warns
     assert warns == ("wrap=sw.wrap.by_size(min_num_params=100)" in caplog.text)
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_a_scripted_layer_may_be_there_without_parameters_alone() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), torch.jit.script(Gate()), nn.Linear(4, 2))
+    model, x = copy.deepcopy(plain), torch.ones(2, 4)
+    sw.shard(model, comm=LocalComm())
+    assert torch.equal(model(x), plain(x))
+    model.load_state_dict(model.state_dict())
+    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 2)))
+    with pytest.raises(sw.ConfigError, match=r"'1' is scripted or traced by torch\.jit"):
+        sw.shard(scripted, comm=LocalComm())

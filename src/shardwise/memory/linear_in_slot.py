@@ -26,9 +26,9 @@ LARGE = 1 << 18  # elements of a weight: below this a copy costs less than a nod
 
 def is_large(module: nn.Module) -> bool:
     """Does it compute as torch's own linear map does, with a weight that is worth it?"""
-    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
-    return isinstance(module, nn.Linear) and module.weight.numel() >= LARGE
+    return "forward" not in vars(module) and module.weight.numel() >= LARGE
 
 
 def linear_in_slot(module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -29,6 +29,7 @@ from shardwise.memory.sharding import sharding_of
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units import wrap
+from shardwise.plan.units.structure import holds_parameters
 from shardwise.plan.units.units import Unit, Units
 from shardwise.runtime.other_engines import check_unwrapped
 from shardwise.runtime.unit import UnitState
@@ -57,6 +58,13 @@ def check_unsharded(model: nn.Module) -> None:
                 f"parameter {name!r} is sharded already, so sharding this model again would cut "
                 "shards of shards. Call shard() once, on the outermost model; to shard anew, "
                 "call sharded.unshard() first."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and holds_parameters(module):
+            raise ConfigError(
+                f"{name!r} is scripted or traced by torch.jit, whose modules take no hooks, so its "
+                "parameters cannot be gathered. Shard the model as it was before; shard(model, "
+                "compile=True) compiles its units."
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is not torch.strided:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.plan.units.structure import holds_parameters
 from shardwise.torch_internals import ASSIGN, disable_torch_function, parameters_of
 
 
@@ -36,7 +37,7 @@ class StateHooks:
         self._handles: list[Any] = []
 
     def install(self) -> None:
-        for module in self._names:
+        for module in filter(holds_parameters, self._names):
             # A partial, because torch marks the hook with an attribute, which a method refuses.
             self._handles.append(module.register_state_dict_post_hook(partial(self._make_whole)))
             self._handles.append(module.register_load_state_dict_pre_hook(self._take_parts))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from inspect import getattr_static
 
 from torch import nn
 
@@ -22,7 +23,8 @@ Group = tuple[nn.Module, ...]
 
 def has_forward(module: nn.Module) -> bool:
     """Test that the module can be called; ``nn.ModuleList`` and other containers cannot."""
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    own = getattr_static(type(module), "forward")  # the class of a scripted one cannot be asked
+    return "forward" in vars(module) or own is not nn.Module.forward
 
 
 def holds_parameters(module: nn.Module) -> bool:
