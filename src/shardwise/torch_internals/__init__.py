@@ -14,6 +14,7 @@ if __name__ == "shardwise.torch_internals":  # before the names that a newer tor
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter, methodcaller
 from sys import getrefcount
@@ -227,8 +228,12 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-#: In this context, no transform of ``torch.func`` looks at what is computed.
-outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context in which no transform of ``torch.func`` looks at what is computed."""
+    return pyfunctorch.temporarily_clear_interpreter_stack() if is_transformed() else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 # ---- torch.compile ---------------------------------------------------------------------------
