@@ -298,9 +298,9 @@ class Hooks:
         return [node for node in made if node not in shown]
 
     def _shows(self, unit: str, shown: list[Tensor]) -> bool:
-        keys = {bucket.storage_key for bucket in self.runtime.units[unit].buckets}
         if keeps_parametrized() or is_transformed():
             return True
+        keys = {bucket.storage_key for bucket in self.runtime.units[unit].buckets}
         return not keys.isdisjoint(map(storage_key, shown))
 
     # ---- other methods ---------------------------------------------------------------------
