@@ -45,11 +45,11 @@ def test_a_sum_leaves_its_pieces_alone_and_needs_no_graph() -> None:
 
 
 def test_on_cpu_a_sum_is_formed_in_chunks_that_stay_in_the_cache() -> None:
-    n = 3 * 65_536 + 1
+    n = 3 * 131_072 + 1
     out, full = torch.empty(n), torch.ones(4, n)
     with Named() as mode:
-        sum_in_rank_order(out, [full[0], full[1]], 8.0)
-    assert mode.names == ["aten::add.out", "aten::mul_.Tensor"] * 4
+        sum_in_rank_order(out, [full[0], full[1]], 3.0)
+    assert mode.names == ["aten::add.out", "aten::div_.Tensor"] * 4
     with Named() as mode:
         sum_in_rank_order(out, full, 3.0)
     assert mode.names == ["aten::sum.IntList_out"] * 13 + ["aten::div_.Tensor"]
@@ -58,6 +58,24 @@ def test_on_cpu_a_sum_is_formed_in_chunks_that_stay_in_the_cache() -> None:
         sum_in_rank_order(elsewhere[0], elsewhere)
         sum_in_rank_order(elsewhere[0], [elsewhere[1], elsewhere[2]])
     assert mode.names == ["aten::sum.IntList_out", "aten::add.out"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("place", [0, 1, None])
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
+def test_the_last_addend_is_added_and_divided_in_one_pass_with_the_bits_of_two(
+    ranks: int, place: int | None, dtype: torch.dtype
+) -> None:
+    pieces = [values(rank, 131_073, dtype) for rank in range(ranks)]
+    pieces[0][:3] = torch.tensor([torch.inf, torch.nan, 3e38])
+    expected = pieces[0]
+    for piece in pieces[1:]:
+        expected = expected + piece
+    out = torch.empty_like(expected) if place is None else pieces[place]
+    with Named() as mode:
+        sum_in_rank_order(out, pieces, 4.0)
+    assert mode.names.count("aten::addr.out") == (1 if ranks == 2 else 2)  # no chunks of two
+    assert torch.equal(out.nan_to_num(7), (expected / 4).nan_to_num(7))
 
 
 def test_a_sum_of_encoded_pieces_does_not_depend_on_what_was_in_its_place() -> None:

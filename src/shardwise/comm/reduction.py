@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.comm.codec import Codec, codec_of, wire_nbytes
 from shardwise.comm.protocol import Comm, Completed, Label, Pending, rows_of
 
-CHUNK = 1 << 16  # elements summed at a time, so that they stay in the L2 cache
+CHUNK = 1 << 17  # elements summed at a time, so that they stay in the L2 cache
 
 
 class PendingReduction(NamedTuple):
@@ -105,9 +105,9 @@ class _Divided:
 def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: float = 1.0) -> None:
     """``out``, ``[n]`` = (pieces[0] + pieces[1] + …) / divisor, each sum rounded to ``out.dtype``.
 
-    The pieces may be narrower than ``out``: they are widened before they are added. On CPU the sum
-    is formed in chunks that stay in the processor's cache. One tensor ``[W, n]`` is summed by one
-    kernel, in the kernel's order, since a launch per rank would cost more.
+    The pieces may be narrower than ``out``: they are widened before they are added. On CPU a sum of
+    several passes is formed in chunks that stay in the processor's cache. One tensor ``[W, n]`` is
+    summed by one kernel, in the kernel's order, since a launch per rank would cost more.
     """
     on_cpu = out.device.type == "cpu"
     with torch.no_grad():
@@ -117,11 +117,11 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
                 torch.sum(rows, dim=0, dtype=out.dtype, out=chunk)
             _divide(out, divisor)
             return
-        size = CHUNK if on_cpu else out.numel()
+        is_one_pass = len(pieces) == 2 and _is_exact(divisor) and pieces[0].dtype is out.dtype
+        size = CHUNK if on_cpu and not is_one_pass else out.numel()
         chunks = zip(out.split(size), *(piece.split(size) for piece in pieces), strict=True)
         for chunk, *addends in chunks:
-            _sum(chunk, addends)
-            _divide(chunk, divisor)
+            _sum(chunk, addends, divisor)
 
 
 def _sum_decoded(
@@ -138,18 +138,35 @@ def _sum_decoded(
         _divide(out, divisor)
 
 
-def _sum(out: Tensor, addends: Sequence[Tensor]) -> None:
-    if len(addends) > 1 and addends[0].dtype == out.dtype:
-        torch.add(addends[0], addends[1], out=out)
-        rest = addends[2:]
-    else:
-        out.copy_(addends[0])
-        rest = addends[1:]
-    for addend in rest:
-        out.add_(addend)
+def _sum(out: Tensor, addends: Sequence[Tensor], divisor: float) -> None:
+    total, *rest = addends
+    if not rest or total.dtype is not out.dtype:
+        total = out.copy_(total)
+    for addend in rest[:-1]:
+        total = torch.add(total, addend, out=out)
+    for last in rest[-1:]:
+        if divisor != 1 and out.is_cpu and _is_exact(divisor) and last.dtype is out.dtype:
+            return _add_and_divide(out, total, last, divisor)
+        torch.add(total, last, out=out)
+    return _divide(out, divisor)
+
+
+def _add_and_divide(out: Tensor, a: Tensor, b: Tensor, divisor: float) -> None:
+    """``out`` = (a + b) / divisor, ``[n]``, in one pass over memory, with the bits of two passes.
+
+    The kernel is that of an outer product, here of 1 and ``b``: torch has no other for s * a + s * b.
+    """
+    if b.data_ptr() == out.data_ptr():
+        a, b = b, a  # it may write to its first operand alone
+    torch.addr(a[None], b.new_ones(1), b, beta=1 / divisor, alpha=1 / divisor, out=out[None])
 
 
 def _divide(out: Tensor, divisor: float) -> None:
     """Divide in place; by a power of two multiply, which is faster and gives the same bits."""
     if divisor != 1:
-        out.mul_(1 / divisor) if math.frexp(divisor)[0] == 0.5 else out.div_(divisor)
+        out.mul_(1 / divisor) if _is_exact(divisor) else out.div_(divisor)
+
+
+def _is_exact(divisor: float) -> bool:
+    """Is it a power of two, so that multiplying by its inverse only moves exponents?"""
+    return math.frexp(divisor)[0] == 0.5
