@@ -84,6 +84,21 @@ def test_pages_of_a_tensor_that_died_are_kept_until_no_tensor_is_left_or_they_ar
     assert held() - before < MIB
 
 
+def test_memory_of_a_tensor_that_died_is_the_next_ones_of_its_size_and_its_pages_are_anyones() -> None:
+    pages = Pages()
+    lasting, first = lent(pages, 8 * MIB), lent(pages, 8 * MIB + 1).fill_(1)
+    start = first.data_ptr()
+    del first
+    before = held()
+    second = lent(pages, 8 * MIB + 5)
+    assert second.data_ptr() == start
+    assert faults_of_writing(second) < 100
+    del second
+    assert faults_of_writing(lent(pages, 2 * PIECE)) < 100
+    assert held() - before < MIB
+    assert lasting.fill_(3).float().mean() == 3
+
+
 def test_where_the_kernel_moves_no_pages_memory_is_freed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

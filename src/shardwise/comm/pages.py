@@ -13,6 +13,7 @@ import mmap
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -37,18 +38,28 @@ class Pages:
         self._sizes: dict[int, int] = {}  # start → bytes of each tensor
         self._empty = set[int]()  # starts of those whose pages were taken
         self._spare: dict[int, list[int]] = defaultdict(list)  # bytes → starts of unused pieces
+        #: bytes → start and memory, with its pages, of tensors that died
+        self._dead: dict[int, list[tuple[int, mmap.mmap]]] = defaultdict(list)
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]``, uninitialised, in a storage of its own, with pages that were used before."""
         nbytes = numel * dtype.itemsize
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        block = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE), np.uint8, nbytes)
-        start = block.ctypes.data
-        self._sizes[start] = size
-        self._empty.add(start)
-        weakref.finalize(block, self._end, start).atexit = False
+        try:
+            start, memory = self._dead[size].pop()
+        except IndexError:
+            start, memory = self._mapped(size)
+        block = np.frombuffer(memory, np.uint8, nbytes)
+        weakref.finalize(block, self._end, start, memory).atexit = False
         self.lend(start)  # now: later it would replace what was written there
         return torch.from_numpy(block).view(dtype)
+
+    def _mapped(self, size: int) -> tuple[int, mmap.mmap]:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE)
+        start = np.frombuffer(memory, np.uint8).ctypes.data
+        self._sizes[start] = size
+        self._empty.add(start)
+        return start, memory
 
     def holds(self, start: int) -> bool:
         """Does one of these tensors start there?"""
@@ -59,8 +70,10 @@ class Pages:
         if start in self._empty:
             self._empty.remove(start)
             for place, size in self._pieces(start):
-                if spare := self._spare[size]:
-                    _mremap(spare.pop(), size, size, MAY_MOVE | FIXED, place)
+                spare = self._spare[size]
+                if spare or (size == PIECE and self._take_dead()):
+                    with suppress(IndexError):  # another thread took the last
+                        _mremap(spare.pop(), size, size, MAY_MOVE | FIXED, place)
 
     def take(self, start: int) -> None:
         """Take the pages of the tensor at ``start``: its values are not needed any more."""
@@ -75,19 +88,31 @@ class Pages:
 
     def trim(self) -> None:
         """Give pages that no tensor uses back to the kernel."""
+        while self._take_dead():
+            pass
         for size, starts in [*self._spare.items()]:
-            while starts:
-                _munmap(starts.pop(), size)
+            with suppress(IndexError):
+                while True:
+                    _munmap(starts.pop(), size)
+
+    def _take_dead(self) -> bool:
+        """Take the pages of a tensor that died, if there is one, and end its memory."""
+        for dead in [*self._dead.values()]:
+            with suppress(IndexError):
+                start, _ = dead.pop()
+                self.take(start)
+                self._empty.remove(start)
+                del self._sizes[start]
+                return True
+        return False
 
     def _pieces(self, start: int) -> Iterator[tuple[int, int]]:
         stop = start + self._sizes[start]
         return ((place, min(PIECE, stop - place)) for place in range(start, stop, PIECE))
 
-    def _end(self, start: int) -> None:
-        self.take(start)
-        self._empty.remove(start)
-        del self._sizes[start]
-        if not self._sizes:
+    def _end(self, start: int, memory: mmap.mmap) -> None:
+        self._dead[self._sizes[start]].append((start, memory))
+        if sum(map(len, self._dead.values())) == len(self._sizes):
             self.trim()
 
 
