@@ -84,7 +84,7 @@ def test_pages_of_a_tensor_that_died_are_kept_until_no_tensor_is_left_or_they_ar
     assert held() - before < MIB
 
 
-def test_memory_of_a_tensor_that_died_is_the_next_ones_of_its_size_and_its_pages_are_anyones() -> None:
+def test_memory_of_a_dead_tensor_is_the_next_ones_of_its_size_and_its_pages_are_anyones() -> None:
     pages = Pages()
     lasting, first = lent(pages, 8 * MIB), lent(pages, 8 * MIB + 1).fill_(1)
     start = first.data_ptr()

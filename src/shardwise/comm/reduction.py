@@ -154,7 +154,7 @@ def _sum(out: Tensor, addends: Sequence[Tensor], divisor: float) -> None:
 def _add_and_divide(out: Tensor, a: Tensor, b: Tensor, divisor: float) -> None:
     """``out`` = (a + b) / divisor, ``[n]``, in one pass over memory, with the bits of two passes.
 
-    The kernel is that of an outer product, here of 1 and ``b``: torch has no other for s * a + s * b.
+    The kernel is that of an outer product, of 1 and ``b``: torch has no other for s * a + s * b.
     """
     if b.data_ptr() == out.data_ptr():
         a, b = b, a  # it may write to its first operand alone
