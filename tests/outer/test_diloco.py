@@ -41,10 +41,12 @@ class Worker(NamedTuple):
     number: int
     addresses: list[str]
 
-    def model(self) -> tuple[nn.Module, sw.Sharded, torch.optim.Optimizer]:
+    def model(
+        self, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    ) -> tuple[nn.Module, sw.Sharded, torch.optim.Optimizer]:
         net = plain_model()
         sharded = sw.shard(net, comm=self.comm)
-        return net, sharded, torch.optim.AdamW(net.parameters(), lr=0.05)
+        return net, sharded, kind(net.parameters(), lr=0.05)
 
     def outer(
         self, sharded: sw.Sharded, optimizer: torch.optim.Optimizer, **options: Any
@@ -250,12 +252,15 @@ def test_a_worker_that_is_ahead_keeps_its_steps_and_waits_for_the_mean() -> None
     assert largest_difference(one[1], other[1]) == 0.0
 
 
-def test_a_resumed_worker_continues_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_resumed_worker_continues_exactly(
+    tmp_path: Path, optimizer_class: Callable[..., torch.optim.Optimizer]
+) -> None:
     all_have_stopped = threading.Barrier(3)
 
     def run(worker: Worker, stops: bool) -> State:
         folder = tmp_path / f"{stops}-{worker.number}"
-        net, sharded, optimizer = worker.model()
+        net, sharded, optimizer = worker.model(optimizer_class)
         outer = worker.outer(sharded, optimizer, delay=1)
         worker.steps(net, optimizer, outer, range(6))
         outer.finish()
@@ -263,7 +268,7 @@ def test_a_resumed_worker_continues_exactly(tmp_path: Path) -> None:
             sharded.save(folder, optimizer)
             outer.close()
             all_have_stopped.wait(20)
-            net, sharded, optimizer = worker.model()
+            net, sharded, optimizer = worker.model(optimizer_class)
             sharded.load(folder, optimizer)
             outer = worker.outer(sharded, optimizer, delay=1)
         assert outer.steps == 6
@@ -276,6 +281,36 @@ def test_a_resumed_worker_continues_exactly(tmp_path: Path) -> None:
     resumed = run_workers([2, 1], lambda worker: run(worker, stops=True))
     for one, other in zip(straight, resumed, strict=True):
         assert largest_difference(one[0], other[0]) == 0
+
+
+def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:
+    asked, left = threading.Event(), threading.Event()
+
+    def run(worker: Worker) -> tuple[State, bool]:
+        net, sharded, optimizer = worker.model()
+        if worker.number:
+            outer = worker.outer(sharded, optimizer)
+            left.wait(20)
+        else:
+            outer = worker.outer(sharded, optimizer, stops=asked.is_set)
+            asked.set()
+        worker.steps(net, optimizer, outer, range(4))
+        left.set()
+        outer.finish()
+        outer.close()
+        return state(net), outer.has_left
+
+    def alone(comm: Comm) -> State:
+        net, _, optimizer = Worker(comm, 0, []).model()
+        for step in range(4):
+            net(batch(step, 0, comm.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state(net)
+
+    (stopped, *_), [going_on] = run_workers([2, 1], run)
+    assert (stopped[1], going_on[1]) == (True, False)
+    assert largest_difference(stopped[0], run_threads(2, alone)[0]) == 0.0
 
 
 def test_unlike_workers_are_refused_by_name() -> None:

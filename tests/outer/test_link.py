@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
@@ -24,15 +25,23 @@ NBYTES = 8
 
 @pytest.fixture(name="places")
 def _places() -> list[Place]:
-    pairs = (address.split(":") for address in free_addresses(2))
+    return places_of(2)
+
+
+def places_of(workers: int) -> list[Place]:
+    pairs = (address.split(":") for address in free_addresses(workers))
     addresses = [(host, int(port)) for host, port in pairs]
-    return [Place(addresses, number, b"secret", 1.0, 5.0) for number in range(2)]
+    return [Place(addresses, number, b"secret", 1.0, 5.0) for number in range(workers)]
+
+
+def link_of(place: Place) -> Link:
+    return Link(place, {}, {"a": NBYTES}, lambda _key, parts: parts[0])
 
 
 @pytest.fixture(name="leader")
 def _leader(places: list[Place]) -> Iterator[Link]:
     with ExitStack() as stack:
-        link = Link(places[0], {}, {"a": NBYTES}, lambda _key, parts: parts[0])
+        link = link_of(places[0])
         stack.callback(link.close)
         assert link.find("", first=False) == "lead"
         yield link
@@ -113,6 +122,29 @@ def test_a_worker_that_joined_one_who_leads_no_more_is_sent_away(
         receive(connection)
     connection.close()
     assert leader.joining(0, expected=True) is None  # it waits for nobody
+
+
+def test_workers_that_meet_begin_together() -> None:
+    """Else the first mean could be one without a worker that was there from the beginning."""
+    leader, *others = map(link_of, places_of(3))
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        for link in (leader, *others):
+            stack.callback(link.close)
+        assert leader.find("", first=False) == "lead"
+        for link in others:
+            assert link.find("", first=False) == "follow"
+            joining = leader.joining(0, expected=True)
+            assert joining is not None
+            leader.admit(joining, [])
+            assert link.told().kind == "welcome"
+        met = pool.submit(leader.joining, 0, expected=True)
+        others[0].ready(forgets=False)
+        begun = pool.submit(others[0].told)
+        assert not wait([begun], 0.3).done
+        others[1].ready(forgets=False)
+        assert begun.result(5).kind == others[1].told().kind == "go"
+        assert met.result(5) is None
+        assert leader.present == [0, 1, 2]
 
 
 def test_a_close_waits_for_the_last_mean_to_arrive() -> None:

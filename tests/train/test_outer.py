@@ -9,7 +9,8 @@ from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
 from shardwise.recipe.outer_config import OuterConfig
 from shardwise.train.loop import train
-from shardwise.train.records import Evaluated, Record, Saved
+from shardwise.train.records import Evaluated, Record, Saved, Stopped
+from shardwise.train.requests import SignalRequests
 from shardwise.train.worker import Exchanged, Worker, worker_of
 from tests.outer.test_diloco import free_addresses
 from tests.train.test_loop import losses
@@ -60,6 +61,17 @@ def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:
     assert one == other
     models = [(tmp_path / number / "run" / "model.safetensors").read_bytes() for number in "01"]
     assert models[0] == models[1]
+
+
+def test_a_run_that_waits_for_other_workers_stops_on_request(tmp_path: Path) -> None:
+    workers = f"--outer.workers=[{', '.join(free_addresses(2))}]"
+    recipe = tiny_recipe(tmp_path, "--outer.method=diloco", "--outer.worker=0", workers)
+    requests, said = SignalRequests(), list[Record]()
+    requests.stop()
+    outcome = threads.run(1, lambda comm: train(recipe, comm, said.append, requests))[0]
+    assert outcome.stopped
+    assert isinstance(said[-1], Stopped)
+    assert said[-1].step == 0
 
 
 def test_a_worker_takes_its_number_from_the_recipe_or_the_environment(

@@ -68,9 +68,18 @@ class CommonStart:
         return self._before[param]
 
     def keep(self) -> None:
-        """Put it into the optimizer's state, once there is any: before, it would pass for that."""
-        for param in [p for p in self._before if self._optimizer.state.get(p)]:
+        """Put it into the optimizer's state, once there is any: before, it would pass for that.
+
+        An optimizer that has moved a parameter without a state, such as plain SGD, will have none.
+        """
+        stateless = any(not self._optimizer.state.get(p) and self._moved(p) for p in self._before)
+        for param in [p for p in self._before if stateless or self._optimizer.state.get(p)]:
             self._optimizer.state[param].update(self._before.pop(param))
+
+    def _moved(self, param: nn.Parameter) -> bool:
+        with disable_torch_function():
+            start: Tensor = self._before[param][START]
+            return not torch.equal(start.to(param.dtype), param.detach())
 
     def params(self, unit: str) -> list[nn.Parameter]:
         """The trained parameters of a unit, in order."""

@@ -19,7 +19,8 @@ Sources: DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), OpenDiLo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ class DiLoCo:
         token: a secret of the run; ``None``: the environment's ``SHARDWISE_RUN_TOKEN``.
         patience: seconds of silence after which a worker is lost.
         timeout: seconds for which a worker waits for the others when it starts.
+        stops: asked on rank 0 while it waits for others, whether this worker is to leave them; what
+            it then trains is its own.
+
+    Attributes:
+        has_left: it did so.
 
     Raises:
         ConfigError: an option is wrong, or there is no token and an address is not loopback.
@@ -90,6 +96,7 @@ class DiLoCo:
         token: str | None = None,
         patience: float = 10.0,
         timeout: float = 600.0,
+        stops: Callable[[], bool] = lambda: False,
     ) -> None:
         self._sharded, self._comm, self._optimizer = sharded, sharded.comm, optimizer
         self._lr, self._momentum, self._wire = outer_lr, outer_momentum, wires.check_wire(wire)
@@ -98,7 +105,9 @@ class DiLoCo:
         self.schedule = OuterSchedule.spread(nbytes, every, delay)
         self._start.updates = self.schedule.rounds(self.steps)
         self._in_flight: dict[str, list[Tensor]] = {}  # unit → parameters when it was sent
-        place = _place(workers, worker, token, patience, timeout)
+        place = _place(workers, worker, token)
+        place = replace(place, patience=patience, timeout=timeout, stops=stops)
+        self.has_left = False
         self._link: Link | None = None
         run_on_rank_0(self._comm, "the link to other workers", lambda: self._open(place))
         try:
@@ -234,7 +243,7 @@ class DiLoCo:
         return self._link
 
     def _meet(self, first: bool) -> None:
-        """Take part: as the leader, or with the leader's state."""
+        """Take part: as the leader, or with the leader's state; or no more."""
         while True:
             digest = self._start.digest()
             role = run_on_rank_0(
@@ -242,6 +251,10 @@ class DiLoCo:
                 "other workers",
                 lambda digest=digest: self._on_rank_0.find(digest, first),  # type: ignore[misc]
             )
+            if role == "leave":
+                self.has_left = True
+                self._in_flight.clear()
+                return
             if role == "lead":
                 self._admit(expected=True)
                 return
@@ -311,9 +324,7 @@ class DiLoCo:
         return Key(unit, self._start.updates[unit])
 
 
-def _place(
-    workers: Sequence[str], worker: int, token: str | None, patience: float, timeout: float
-) -> Place:
+def _place(workers: Sequence[str], worker: int, token: str | None) -> Place:
     addresses = [_address(text) for text in workers]
     if not 0 <= worker < len(addresses):
         raise ConfigError(
@@ -329,7 +340,7 @@ def _place(
             "them parameters. Set the same secret on all: "
             f"export {RUN_TOKEN}=$(openssl rand -hex 16)"
         )
-    return Place(addresses, worker, secret.encode(), patience, timeout)
+    return Place(addresses, worker, secret.encode())
 
 
 def _address(text: str) -> Address:

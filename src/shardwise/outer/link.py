@@ -70,7 +70,7 @@ class Link:
         self._joining: list[Joining] = []
         self._ready: list[Peer] = []  # those that have the state, and wait for the next exchange
         self._answered: dict[int, float] = {}  # worker → when it answered last
-        self._settled: set[int] = set()  # followers that take part, or are sent the state
+        self._settled: set[int] = set()  # followers that have the state, or are sent it
         self._inbox: list[wire.Message] = []  # from the leader, while this worker joins it
         self._own: dict[Key, bytes] = {}  # sent, and without a mean yet
         self._means: dict[Key, bytes] = {}
@@ -126,7 +126,7 @@ class Link:
     # ---- meet --------------------------------------------------------------------------------
 
     def find(self, digest: str, first: bool) -> str:
-        """Find the leader, or lead; returns ``"lead"`` or ``"follow"``.
+        """Find the leader, or lead; returns ``"lead"``, ``"follow"``, or ``"leave"``: neither.
 
         Args:
             digest: of this worker's state.
@@ -136,7 +136,7 @@ class Link:
             RanksDisagree: the leader refuses this worker.
         """
         waited = Waited()
-        while True:
+        while not self._closed:
             answers = {w: answer for w in self._place.others if (answer := self._place.ask(w))}
             self._answered |= dict.fromkeys(answers, monotonic())
             leader = next((w for w, answer in answers.items() if answer["leads"]), None)
@@ -148,11 +148,11 @@ class Link:
             if leader is None and is_first and (late or not missing):
                 self._lead()
                 return "lead"
-            self._place.say(
-                waited, "; ".join(f"{self._place.name(w)} is not there" for w in missing)
-            )
+            absent = "; ".join(f"{self._place.name(w)} is not there" for w in missing)
+            self._say_or_close(waited, absent)
             with self._changed:
                 self._changed.wait(POLL_INTERVAL)
+        return "leave"
 
     def _lead(self) -> None:
         with self._changed:
@@ -195,34 +195,28 @@ class Link:
             expected: wait until each worker that can be reached takes part.
         """
         waited = Waited()
-        while expected and self._leads and (missing := self._reachable() - self._settled):
+        while expected and self._leads and not self._joining and (missing := self._unsettled()):
             with self._changed:
-                self._let_go(step)
-                if self._joining:
-                    break
                 self._changed.wait(POLL_INTERVAL)
-            self._place.say(waited, f"workers {sorted(missing)} are there and do not join")
+            self._say_or_close(waited, f"workers {sorted(missing)} are there and do not join")
         with self._changed:
-            self._let_go(step)
-            if not self._joining:
-                self._form()  # of parts that were sent to a leader before this one
-            return self._joining.pop(0) if self._joining else None
+            if self._joining:
+                return self._joining.pop(0)
+            for peer in self._ready:  # at once: who goes first could form a mean without the rest
+                self._tally.present.add(peer.worker)
+                peer.send(wire.Message("go", {"step": step}))
+            self._ready.clear()
+            self._form()  # of parts that were sent to a leader before this one
+            return None
 
-    def _reachable(self) -> set[int]:
-        """The workers that have answered lately."""
+    def _unsettled(self) -> set[int]:
+        """The workers that have answered lately, and have yet to join."""
         for worker in set(self._place.others) - self._settled:
             if self._place.ask(worker):
                 self._answered[worker] = monotonic()
         oldest = monotonic() - self._place.patience
         with self._changed:
-            return {worker for worker, at in self._answered.items() if at > oldest}
-
-    def _let_go(self, step: int) -> None:
-        for peer in self._ready:
-            self._tally.present.add(peer.worker)
-            self._settled.add(peer.worker)
-            peer.send(wire.Message("go", {"step": step}))
-        self._ready.clear()
+            return {w for w, at in self._answered.items() if at > oldest} - self._settled
 
     def admit(self, joining: Joining, state: Sequence[wire.Message]) -> None:
         """Send a worker the state, if it needs it; from now on it gets every mean."""
@@ -275,6 +269,7 @@ class Link:
                     self._form()
             elif message.kind == "ready":
                 self._ready.append(peer)
+                self._settled.add(peer.worker)
             else:
                 self._inbox.append(message)
             self._changed.notify_all()
@@ -388,8 +383,14 @@ class Link:
     def _wait(self, is_there: Callable[[], bool], what: Callable[[], str]) -> None:
         waited = Waited()
         with self._changed:
-            while not self._changed.wait_for(is_there, POLL_INTERVAL):
-                self._place.say(waited, what())
+            while not (self._changed.wait_for(is_there, POLL_INTERVAL) or self._closed):
+                self._say_or_close(waited, what())
+
+    def _say_or_close(self, waited: Waited, what: str) -> None:
+        """Say what this worker waits for, or end that and all connections where it is to stop."""
+        if self._place.stops():
+            self.close()
+        self._place.say(waited, what)
 
     def _awaited(self, key: Key) -> str:
         if self._leads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -26,6 +26,7 @@ class Place:
         token: a secret of the run, without which no connection is made.
         patience: seconds of silence after which a worker is lost.
         timeout: seconds for which a worker waits for the others when it starts.
+        stops: asked while it waits for others, whether it is to leave them.
     """
 
     addresses: Sequence[Address]
@@ -33,6 +34,7 @@ class Place:
     token: bytes
     patience: float = 10.0
     timeout: float = 600.0
+    stops: Callable[[], bool] = lambda: False
 
     @property
     def others(self) -> list[int]:

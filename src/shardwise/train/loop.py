@@ -128,8 +128,7 @@ def train(
         data = prepare(recipe, comm, logger.folder, logger.busy)
         logger.log(data.report)
         if not isinstance(data.training, StreamedRows):
-            workers = worker_of(recipe.outer).workers
-            recipe = in_steps(recipe, len(data.training) // workers)
+            recipe = in_steps(recipe, len(data.training) // worker_of(recipe.outer).workers)
         if recipe.model.source is None:
             check_memory(recipe, comm.device, comm.size, data.tokenizer.get_vocab_size())
         with logger.busy("building the model"):
@@ -214,10 +213,15 @@ class _Loop:
         self.resume(start)
         alone = self._job.recipe.outer.method == "none"
         with nullcontext() if alone else self._logger.busy("waiting for other workers"):
-            self._outer = Outer(self._job)
+            self._outer = Outer(self._job, self._is_to_stop)
         with closing(self._outer):
+            if self._outer.has_left:
+                return self._stopped(saved=self._state.step > 0)
             self._state = replace(self._state, step=max(self._state.step, self._outer.steps))
             return self.run_steps()
+
+    def _is_to_stop(self) -> bool:
+        return self._requests.stops or self._logger.requested() is Request.STOP
 
     def run_steps(self) -> Outcome:
         """Run the remaining steps, or until the run is requested to stop."""
@@ -232,15 +236,12 @@ class _Loop:
             self._checkpoints.poll()
             if is_stopping:
                 self._checkpoints.wait()
-                saved = saved and not self._checkpoints.save_error
-                self._logger.log(Stopped(step, self._steps, saved))
+                return self._stopped(saved and not self._checkpoints.save_error)
             self._logger.clear_requests()
-            if is_stopping:
-                return self._outcome(stopped=True)
         self._checkpoints.wait()
         if self._steps < self._config.steps:
             self._logger.log(Warned(self._ended_message()))
-        return self._outcome(stopped=False)
+        return Outcome(self._state.step, False, self._evaluated, self._checkpoints.save_error)
 
     def _ended_message(self) -> str:
         if self._is_stale():
@@ -361,20 +362,17 @@ class _Loop:
             self._steps = self._state.step
 
     def _is_validation_due(self, step: int) -> bool:
-        config = self._config
-        is_due = is_multiple(step, config.eval_every) and step >= config.eval_delay
+        is_due = is_multiple(step, self._config.eval_every) and step >= self._config.eval_delay
         return step == self._steps or is_due
 
     def _is_due(self, best: bool) -> bool:
-        config = self._job.recipe.checkpoint
-        return is_due(config, self._state.step, self._steps, best)
+        return is_due(self._job.recipe.checkpoint, self._state.step, self._steps, best)
 
     def _save(self) -> bool:
         self._logger.sync()
         positions = self._job.ahead.positions()
         of_ranks = all_gather_object(self._comm, positions, "positions in the text")
-        streams = [stream for streams in of_ranks for stream in streams]
-        self._state = replace(self._state, streams=streams)
+        self._state = replace(self._state, streams=[one for streams in of_ranks for one in streams])
         evaluated = self._evaluated
         is_current = evaluated is not None and evaluated.step == self._state.step
         metric = evaluated.loss if evaluated and is_current else None
@@ -387,8 +385,10 @@ class _Loop:
         """Tokens/s over all ranks and all steps of this attempt, but the first ones."""
         return self._throughput.overall
 
-    def _outcome(self, stopped: bool) -> Outcome:
-        return Outcome(self._state.step, stopped, self._evaluated, self._checkpoints.save_error)
+    def _stopped(self, saved: bool) -> Outcome:
+        self._logger.log(Stopped(self._state.step, self._steps, saved))
+        self._logger.clear_requests()
+        return Outcome(self._state.step, True, self._evaluated, self._checkpoints.save_error)
 
 
 def _check_finite(record: Stepped) -> None:

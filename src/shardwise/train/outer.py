@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardwise.outer.diloco import DiLoCo
 from shardwise.train.job import Job
 from shardwise.train.worker import Exchanged, worker_of
 
 
 class Outer:
-    """The exchange with other workers; without any it does nothing."""
+    """The exchange with other workers; without any it does nothing.
 
-    def __init__(self, job: Job) -> None:
+    ``stops``: asked while it waits for them, whether the run is to stop.
+    """
+
+    def __init__(self, job: Job, stops: Callable[[], bool]) -> None:
         config = job.recipe.outer
         self._every, self._diloco = config.every, None
         if config.method == "diloco":
             options = config.model_dump(exclude={"method", "workers", "worker"})
             number = worker_of(config).number
             self._diloco = DiLoCo(
-                job.sharded, job.optimizer, workers=config.workers, worker=number, **options
+                job.sharded,
+                job.optimizer,
+                workers=config.workers,
+                worker=number,
+                stops=stops,
+                **options,
             )
 
     @property
     def steps(self) -> int:
         """Local steps that the workers have taken; 0 without others."""
         return self._diloco.steps if self._diloco else 0
+
+    @property
+    def has_left(self) -> bool:
+        """Did it leave the others while it waited for them?"""
+        return self._diloco is not None and self._diloco.has_left
 
     def step(self) -> Exchanged | None:
         """Exchange what is due; returns what to log at the end of a round."""

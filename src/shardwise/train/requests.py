@@ -44,6 +44,11 @@ class SignalRequests:
         """Request to save and stop. Safe in a signal handler."""
         self._stop = True
 
+    @property
+    def stops(self) -> bool:
+        """Is the run to stop?"""
+        return self._stop
+
     def take(self, step: int) -> Request:
         """The current request, called at the end of each step; a stop request stays."""
         if step == self.kill_at:
