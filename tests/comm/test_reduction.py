@@ -114,6 +114,26 @@ def test_all_of_a_sum_is_the_pieces_of_it_bit_for_bit(wire: torch.dtype, wide: t
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 4.0])
+def test_a_sum_in_place_leaves_the_other_pieces_alone(world: int, divisor: float) -> None:
+    """Of ranks from the third on it must not be written before their own addend was read."""
+    how, n = Reduction(FP32, FP32, after=divisor), 131_073  # more than a chunk
+
+    def rank(comm: Comm) -> None:
+        full = values(comm.rank, world * n, FP32)
+        _, expected, pending = how.start(full.clone(), comm, Label("reduce"))
+        pending.wait()
+        in_place = replace(how, in_place=True)
+        sent, out, pending = in_place.start(full.clone(), comm, Label("reduce"))
+        pending.wait()
+        assert out.data_ptr() == sent.view(world, n)[comm.rank].data_ptr()
+        full.view(world, n)[comm.rank] = expected
+        assert torch.equal(sent, full)
+
+    run_threads(world, rank)
+
+
 @pytest.mark.parametrize("divisor", [8.0, 3.0])
 def test_a_quotient_is_the_nearest_number(divisor: float) -> None:
     values, out = torch.randn(1000), torch.empty(1000)

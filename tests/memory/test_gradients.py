@@ -112,7 +112,7 @@ def with_gradient(model: nn.Module, batch: Batch) -> int:
 def test_each_element_of_a_gradient_bucket_is_written_once(
     net: Net, strategy: str, world: int
 ) -> None:
-    """By a gradient, or by a zero where there is none; and nothing writes to it afterwards."""
+    """By a gradient, or by a zero where there is none; afterwards by a sum in place at most."""
     models = [net.build() for _ in range(world)]
     used = [with_gradient(model, net.batch(rank, 2)) for rank, model in enumerate(models)]
 
@@ -130,7 +130,32 @@ def test_each_element_of_a_gradient_bucket_is_written_once(
         assert sum(b.gradients.copied for b in buckets) - before == used[comm.rank]
         whole = sum(full.nbytes for full in collected.fulls.values())
         assert found.pop("_foreach_zero_", 0) == whole - used[comm.rank]
+        sums = {name for name in ("add", "addr", "div_") if found.pop(name, 0)}
+        assert bool(sums) is any(bucket.spec.in_place for bucket in buckets)
         assert found == {}
+
+    run_threads(world, rank)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_mean_of_copies_takes_the_place_of_the_gradient_bucket(world: int) -> None:
+    """No second bucket: what was collected is what ``.grad`` shows, for as long as it is kept."""
+    models = [decoder() for _ in range(world)]
+    batches = [decoder_batch(rank, 2) for rank in range(world)]
+    truth = averaged(models[0], train, batches)
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], "no_shard", comm=comm)
+        fulls = Collected(sharded).fulls
+        train(sharded.model, batches[comm.rank])
+        kept = [grad for p in sharded.model.parameters() if (grad := p.grad) is not None]
+        assert {storage(grad) for grad in kept} == fulls.keys()
+        sharded.model.zero_grad()
+        train(sharded.model, decoder_batch(comm.rank + world, 2))
+        sharded.model.zero_grad()
+        for param, grad in zip(sharded.model.parameters(), kept, strict=True):
+            param.grad = grad
+        assert_gradients(sharded.model, truth)
 
     run_threads(world, rank)
 

@@ -335,6 +335,23 @@ def test_two_copies_send_each_other_all_their_gradients(name: str) -> None:
             assert nbytes.reduce_sent == wire_nbytes(spec.dtypes.reduce, spec.layout.numel, 2)
 
 
+LARGE = nn.Linear(1024, 1024, device="meta")  # 4 MiB, and a bias
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [(sw.Precision(), True), (sw.Precision(reduce_dtype=torch.bfloat16), False)],
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_mean_of_copies_is_formed_in_a_large_gradient_bucket(
+    world: int, precision: sw.Precision, expected: bool
+) -> None:
+    """Where all dtypes are one; then nothing is sent whole, and nothing is copied to be spread."""
+    [spec] = specs(LARGE, 0, world, DDP, Options(precision=precision))
+    assert spec.in_place is spec.averages[-1][1].in_place is expected
+    assert spec.exchanges is (world == 2 and not expected)
+
+
 @pytest.mark.parametrize("how", ["vendor", "shared"])
 def test_copies_send_halves_where_they_send_no_messages(how: str) -> None:
     shard, replicate = Grid.of(0, 2, splits=False)

@@ -47,6 +47,7 @@ class Reduction:
     before: float = 1.0  # divisor of the addends
     after: float = 1.0  # divisor of the sum
     whole: bool = False  # does each rank get all of the sum, and not its piece?
+    in_place: bool = False  # does the sum take the place of this rank's piece of what is sent?
 
     def start(
         self, full: Tensor, comm: Comm, label: Label, out: Tensor | None = None
@@ -65,7 +66,9 @@ class Reduction:
             out = sent.to(self.sum)  # the same memory if the dtypes are equal
             _divide(out, self.after)
             return PendingReduction(sent, out, Completed())
-        if out is None:
+        if self.in_place:
+            out = sent.view(comm.size, -1)[comm.rank]
+        elif out is None:
             out = comm.memory.gradient(sent.numel() // (1 if self.whole else comm.size), self.sum)
         if codec is not None:
             nbytes = wire_nbytes(self.wire, sent.numel(), comm.size)
@@ -84,7 +87,8 @@ class Reduction:
             return comm.exchange(sent, on_received, label)
         if not comm.has_reduce_scatter or sent.dtype is not out.dtype:
             on_received = partial(sum_in_rank_order, out, divisor=divisor)
-            return comm.exchange(sent, on_received, label, out if sent.dtype is out.dtype else None)
+            is_free = sent.dtype is out.dtype and not self.in_place
+            return comm.exchange(sent, on_received, label, out if is_free else None)
         average = self.how == "avg" and comm.has_average
         pending = comm.reduce_scatter(out, sent, average, label)
         return pending if average or divisor == 1 else _Divided(pending, out, divisor)
@@ -105,7 +109,8 @@ class _Divided:
 def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: float = 1.0) -> None:
     """``out``, ``[n]`` = (pieces[0] + pieces[1] + …) / divisor, each sum rounded to ``out.dtype``.
 
-    The pieces may be narrower than ``out``: they are widened before they are added. On CPU a sum of
+    The pieces may be narrower than ``out``: they are widened before they are added. One that is not
+    may lie in ``out``. On CPU a sum of
     several passes is formed in chunks that stay in the processor's cache. One tensor ``[W, n]`` is
     summed by one kernel, in the kernel's order, since a launch per rank would cost more.
     """
@@ -119,9 +124,11 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
             return
         is_one_pass = len(pieces) == 2 and _is_exact(divisor) and pieces[0].dtype is out.dtype
         size = CHUNK if on_cpu and not is_one_pass else out.numel()
+        keeps = any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:])
+        scratch = torch.empty_like(out[:size]) if keeps else None
         chunks = zip(out.split(size), *(piece.split(size) for piece in pieces), strict=True)
         for chunk, *addends in chunks:
-            _sum(chunk, addends, divisor)
+            _sum(chunk, addends, divisor, chunk if scratch is None else scratch[: len(chunk)])
 
 
 def _sum_decoded(
@@ -138,12 +145,13 @@ def _sum_decoded(
         _divide(out, divisor)
 
 
-def _sum(out: Tensor, addends: Sequence[Tensor], divisor: float) -> None:
+def _sum(out: Tensor, addends: Sequence[Tensor], divisor: float, partial_sum: Tensor) -> None:
+    """``partial_sum`` is memory for the sum of all but the last, such as ``out`` itself."""
     total, *rest = addends
     if not rest or total.dtype is not out.dtype:
-        total = out.copy_(total)
+        total = partial_sum.copy_(total)
     for addend in rest[:-1]:
-        total = torch.add(total, addend, out=out)
+        total = torch.add(total, addend, out=partial_sum)
     for last in rest[-1:]:
         if divisor != 1 and out.is_cpu and _is_exact(divisor) and last.dtype is out.dtype:
             return _add_and_divide(out, total, last, divisor)

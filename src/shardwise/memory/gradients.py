@@ -289,10 +289,11 @@ class Gradients:
     def _release(self) -> None:
         """Free the gradient bucket; its views stay for the next pass, if its memory is ours alone.
 
-        Not where ``.grad`` shows it, a slot is lent, or one rank alone takes its sum for the mean.
+        Not where ``.grad`` shows it, a slot is lent, or the mean lies there.
         """
         self.full, bucket = None, self._bucket
         comm, is_seen = self._averages[0][0], self._is_shown or bool(self._lent)
+        is_seen = is_seen or self.result is bucket
         self._lent.clear()
         if bucket is None or is_seen or comm.size == 1 or comm.memory.shared:
             self._bucket, self._views, self._is_shown = None, [], False
@@ -323,7 +324,7 @@ class Gradients:
         if self.reducing is not None:
             self.reducing.pending.wait()
             earlier = None if self.result is None else self.mean()
-            self.result = self._to_copies(self.reducing.out)
+            self.result = self._to_copies(self.reducing)
             if earlier is not None:  # a gradient came late; peers may read what is sent, still
                 self.mean()
                 self.result = self.result + earlier
@@ -332,13 +333,16 @@ class Gradients:
         self._reduced |= self.arrived
         self.arrived.clear()
 
-    def _to_copies(self, mean: Tensor) -> Tensor:
+    def _to_copies(self, reduced: PendingReduction) -> Tensor:
         """Send the copies this rank's part of the mean: ``[S]`` of all, as it is stored."""
-        spec, copies = self.spec, self._mesh.replicate
+        spec, copies, mean = self.spec, self._mesh.replicate, reduced.out
         if not spec.spreads:
             return mean if mean.dtype is spec.dtypes.stored else mean.to(spec.dtypes.stored)
-        full = copies.memory.gradient(spec.layout.shard_numel, spec.dtypes.stored)
-        full.view(copies.size, -1)[copies.rank] = mean
+        if spec.in_place:
+            full = reduced.sent
+        else:
+            full = copies.memory.gradient(spec.layout.shard_numel, spec.dtypes.stored)
+            full.view(copies.size, -1)[copies.rank] = mean
         self._spreading = copies.all_gather(full, Label("spread", spec.title))
         return full
 

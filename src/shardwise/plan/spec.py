@@ -30,6 +30,7 @@ from shardwise.plan.views import Views
 
 SMALL_GRADIENT = 1 << 14  # elements: below this a copy costs less than the call for it
 LARGEST_KEPT = 1 << 17  # bytes of a mean whose memory is kept
+LARGEST_EXCHANGED = 1 << 22  # bytes of which half a sum costs less than another collective
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class BucketSpec:
     def averages(self) -> list[tuple[Axis, Reduction]]:
         """The axes over which gradients are summed, one after the other, and how."""
         axes = [axis for axis in (self.shard, self.replicate) if axis.size > 1] or [self.shard]
-        last = replace(self.reduction, whole=self.exchanges)
+        last = replace(self.reduction, whole=self.exchanges, in_place=self.in_place)
         if len(axes) == 1:
             return [(axes[0], last)]
         first, last = replace(self.reduction, after=1.0), replace(last, before=1.0)
@@ -91,15 +92,29 @@ class BucketSpec:
     def exchanges(self) -> bool:
         """Do two copies send each other all their gradients, of which both take the mean?
 
-        As many bytes as of half of them and then of half the mean, in one collective.
+        As many bytes as of half of them and then of half the mean, in one collective, and a sum
+        that is twice as long.
         """
-        is_narrow = self.dtypes.reduce.itemsize <= self.dtypes.stored.itemsize
-        return self.copies == 2 and self.replicate.by_messages and is_narrow
+        dtypes, part = self.dtypes, self.layout.numel // self.shard.size
+        is_narrow = dtypes.reduce.itemsize <= dtypes.stored.itemsize
+        is_small = part * dtypes.stored.itemsize <= LARGEST_EXCHANGED
+        pays = is_small or not self._has_one_dtype
+        return self.copies == 2 and self.replicate.by_messages and is_narrow and pays
 
     @property
     def spreads(self) -> bool:
         """Do copies send each other the part of the mean that each of them has summed?"""
         return self.copies > 1 and not self.exchanges
+
+    @property
+    def in_place(self) -> bool:
+        """Is the mean over the copies formed in the memory that is sent, and stays there?"""
+        return self.spreads and self.replicate.by_messages and self._has_one_dtype
+
+    @property
+    def _has_one_dtype(self) -> bool:
+        dtypes = self.dtypes
+        return dtypes.collected is dtypes.reduce is dtypes.sum is dtypes.stored
 
     @cached_property
     def allocation(self) -> Allocation:

@@ -180,11 +180,12 @@ class Bucket:
             self._add(Kind.GRADIENTS, out)
             return sent, out, 0
         out = numel // (1 if reduction.whole else axis.size) * reduction.sum.itemsize
+        out = 0 if reduction.in_place else out
         self._add(Kind.GRADIENTS, 0 if self._keeps else out)
         if encodes:
             sent = travels
             self._add(Kind.BUCKETS, sent)
-        sums_in_place = not encodes and reduction.wire is reduction.sum
+        sums_in_place = not encodes and reduction.wire is reduction.sum and not reduction.in_place
         piece = travels if reduction.whole else travels // axis.size
         received = self._received_from_peers(axis, piece, sums_in_place)
         self._add(Kind.COMMUNICATION, received)
@@ -228,9 +229,9 @@ class Bucket:
             return
         self._add(Kind.COMMUNICATION, -self._received)
         out, dtype = self._out, spec.dtypes.sum
-        if not out:  # one rank's sum is what was collected, and stays
-            out = self._keep_collected()
-        if dtype is not spec.dtypes.stored or spec.spreads:
+        if not out:  # one rank's sum, or one in place, is what was sent, and stays
+            out = self._keep_sent()
+        if dtype is not spec.dtypes.stored or (spec.spreads and not spec.in_place):
             stored = spec.layout.shard_numel * spec.dtypes.stored.itemsize
             self._add(Kind.GRADIENTS, stored)
             self._add(Kind.GRADIENTS, -out)
@@ -241,7 +242,10 @@ class Bucket:
         self._forget_first()
         self._release()
 
-    def _keep_collected(self) -> int:
+    def _keep_sent(self) -> int:
+        if self._over_shards:
+            out, self._over_shards = self._over_shards, 0
+            return out
         out = self._sent or self._collected
         self._add(Kind.BUCKETS, -out)
         self._add(Kind.GRADIENTS, out)
