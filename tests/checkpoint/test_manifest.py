@@ -34,6 +34,12 @@ def test_what_was_encoded_is_decoded() -> None:
     assert made.files["model.safetensors"].checksums() == of_bytes(b"some bytes")
 
 
+def test_its_line_counts_ranks() -> None:
+    words = [a_manifest(world=world, kind="full").line.split(";")[0] for world in (1, 3)]
+    assert words[0] == "full safetensors, written by 1 rank"
+    assert words[1] == "full safetensors, written by one of 3 ranks"
+
+
 def test_every_flipped_bit_and_every_truncation_is_noticed() -> None:
     data = a_manifest().encode().rstrip()
     chance = random.Random(0)

@@ -61,6 +61,12 @@ def test_the_variables_of_a_launcher_are_read_as_a_run_reads_them(
     assert said in "".join(capsys.readouterr())
 
 
+def test_a_node_rank_beyond_the_nodes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["doctor", "--nodes", "--nnodes=2", "--node-rank=5", "--master=10.0.0.2:29500"])
+    assert "--node-rank 5 is none of 2 nodes (--nnodes)" in capsys.readouterr().err
+
+
 def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

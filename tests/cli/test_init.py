@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import sys
@@ -50,6 +51,16 @@ def _read(terminal: int) -> str:
         return os.read(terminal, 4096).decode()
     except OSError:  # of Linux, when the other end is closed
         return ""
+
+
+def test_an_input_that_ends_too_early_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("slurm\n"))
+    with pytest.raises(SystemExit, match="1"):
+        main(["init", str(tmp_path / "my.yaml")])
+    assert "error: the input ended before all was answered" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_accelerate_config_wrote_is_taken_over(

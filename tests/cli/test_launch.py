@@ -143,6 +143,11 @@ def test_a_job_has_a_name_that_launchers_take(
     assert "--job-name=r-ci-pe\n" in text or "\n  r-ci-pe.yaml: " in text
 
 
+def test_two_launchers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "my.yaml", "--slurm", "--mpi", code=2)
+    assert "--slurm and --mpi exclude each other" in text
+
+
 def test_a_file_with_the_token_is_for_its_owner_alone(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:

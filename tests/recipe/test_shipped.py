@@ -29,6 +29,16 @@ def test_a_file_of_that_name_goes_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert path_of("demo.yaml") == Path("demo.yaml")
 
 
+def test_what_launch_writes_beside_one_is_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    for name in ("mine.yaml", "mine.k8s.yaml"):
+        (tmp_path / "recipes" / name).touch()
+    monkeypatch.setattr("shardwise.recipe.shipped._PACKAGE", tmp_path)
+    assert [*shipped()] == ["mine"]
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"recipe dmo: expected a \.yaml.* one: demo, llama2-70b"):
         read_recipe("dmo")

@@ -67,7 +67,7 @@ class Manifest(_Frozen):
     def line(self) -> str:
         """Say in one line the kind of checkpoint, who wrote it, and who can load it."""
         ranks = f"{self.world} rank{'s' * (self.world != 1)}"
-        writer = "one of " * (self.kind == "full")
+        writer = "one of " * (self.kind == "full" and self.world > 1)
         return f"{self.kind} safetensors, written by {writer}{ranks}; any number of ranks loads it"
 
     def encode(self) -> bytes:

@@ -46,7 +46,10 @@ def _run(arguments: list[str] | None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except click.Abort:
+    except click.Abort as abort:
+        if isinstance(abort.__context__, EOFError):
+            click.echo("\nerror: the input ended before all was answered; pass --yes.", err=True)
+            sys.exit(1)
         sys.exit(128 + signal.SIGINT)
     except ShardwiseError as error:
         click.echo(f"error: {escape_lines(str(error))}", err=True)  # it may quote names of files

@@ -62,14 +62,18 @@ def run_doctor_nodes(options: NodesOptions, output: Path | None) -> None:
 
 def _variables(options: NodesOptions) -> dict[str, str] | None:
     """The variables of a launcher that started one rank on each node; ``None``: one has."""
-    given = (options.nnodes, options.node_rank, options.master)
-    if all(value is None for value in given):
+    if options.nnodes is options.node_rank is options.master is None:
         return None
-    if None in given:
+    if options.nnodes is None or options.node_rank is None or options.master is None:
         raise ConfigError("--nnodes, --node-rank and --master belong together; say all three.")
-    host, _, port = str(options.master).rpartition(":")
+    host, _, port = options.master.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"--master {options.master} is not HOST:PORT, such as 10.0.0.2:29500.")
+    if options.node_rank >= options.nnodes:
+        raise ConfigError(
+            f"--node-rank {options.node_rank} is none of {options.nnodes} nodes (--nnodes), which "
+            f"are numbered from 0 to {options.nnodes - 1}."
+        )
     return {
         "RANK": str(options.node_rank),
         "LOCAL_RANK": "0",

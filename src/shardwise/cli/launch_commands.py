@@ -56,11 +56,11 @@ Examples:
 @click.option("--restarts", type=click.IntRange(min=0), help="After a rank died.")
 @click.option("--node-rank", type=click.IntRange(min=0), help="With --start: which this is.")
 @click.option("--start", is_flag=True, help="Start this node's ranks, by torchrun.")
-@click.option("--slurm", "by", flag_value="slurm", help="Write a batch script of SLURM.")
-@click.option("--mpi", "by", flag_value="mpi", help="Become mpirun.")
-@click.option("--ray", "by", flag_value="ray", help="Write a program for Ray Train.")
-@click.option("--k8s", "by", flag_value="k8s", help="Write a TrainJob for Kubernetes.")
-@click.option("--sky", "by", flag_value="sky", help="Write a task of SkyPilot.")
+@click.option("--slurm", is_flag=True, help="Write a batch script of SLURM.")
+@click.option("--mpi", is_flag=True, help="Become mpirun.")
+@click.option("--ray", is_flag=True, help="Write a program for Ray Train.")
+@click.option("--k8s", is_flag=True, help="Write a TrainJob for Kubernetes.")
+@click.option("--sky", is_flag=True, help="Write a task of SkyPilot.")
 @click.option("--image", default="shardwise", show_default=True, help="Of --k8s: the Dockerfile's.")
 @click.option("--accelerator", default="H100", show_default=True, help="Of --sky.")
 @click.option(
@@ -72,8 +72,11 @@ def launch(recipe: str, overrides: tuple[str, ...], hosts: str | None, **options
     """The command; its help is ``LAUNCH``."""
     from shardwise.cli.launch import LaunchOptions, run_launch
 
-    keys = ("by", "nodes", "nproc", "address", "port", "interface", "restarts")
-    given = {key: options.pop(key) for key in keys}
+    launchers = [by for by in ("slurm", "mpi", "ray", "k8s", "sky") if options.pop(by)]
+    if len(launchers) > 1:
+        raise click.UsageError(f"--{' and --'.join(launchers)} exclude each other; pass one.")
+    keys = ("nodes", "nproc", "address", "port", "interface", "restarts")
+    given = {"by": next(iter(launchers), None)} | {key: options.pop(key) for key in keys}
     if hosts is not None:
         given["hosts"] = tuple(filter(None, hosts.split(",")))
     run_launch((recipe, *overrides), given, LaunchOptions(**options))

@@ -13,7 +13,8 @@ def shipped() -> dict[str, Path]:
     """Return the shipped recipes by name, such as ``demo``."""
     installed = _PACKAGE / "recipes"
     folder = installed if installed.is_dir() else _PACKAGE.parents[1] / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    # Not what `shardwise launch` writes beside a recipe, such as demo.k8s.yaml.
+    return {path.stem: path for path in sorted(folder.glob("*.yaml")) if "." not in path.stem}
 
 
 def path_of(recipe: str | Path) -> Path:
