@@ -62,7 +62,7 @@ def run_doctor_nodes(options: NodesOptions, output: Path | None) -> None:
 
 def _variables(options: NodesOptions) -> dict[str, str] | None:
     """The variables of a launcher that started one rank on each node; ``None``: one has."""
-    if options.nnodes is options.node_rank is options.master is None:
+    if (options.nnodes, options.node_rank, options.master) == (None, None, None):
         return None
     if options.nnodes is None or options.node_rank is None or options.master is None:
         raise ConfigError("--nnodes, --node-rank and --master belong together; say all three.")
