@@ -192,7 +192,7 @@ def test_a_model_that_is_too_small_for_the_data_is_refused(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="the tokenizer has 321 token ids, and the model in"):
         load(recipe_of(tmp_path), LocalComm(), 321)
     with pytest.raises(ConfigError, match="takes rows of 64 tokens at most; set data"):
-        load(recipe_of(tmp_path, "data.context=65"), LocalComm(), 300)
+        with_tokenizer(recipe_of(tmp_path, "data.context=65"))
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_read(

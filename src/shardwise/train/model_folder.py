@@ -36,13 +36,21 @@ def with_tokenizer(recipe: Recipe) -> Recipe:
     """The recipe with the folder's tokenizer and end token, as far as it names none itself.
 
     Raises:
-        ConfigError: the folder has no tokenizer, or that no end token.
+        ConfigError: the folder has no tokenizer, or that no end token; or its model takes shorter
+            rows than data.context.
     """
     if recipe.model.source is None:
         return recipe
-    from shardwise.hf.folder import tokenizer_of
+    from shardwise.hf.folder import config_of, tokenizer_of
 
     folder, given = locate(recipe), recipe.tokenizer
+    text = config_of(folder).get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or recipe.data.context
+    if recipe.data.context > longest:
+        raise ConfigError(
+            f"data.context is {recipe.data.context:,}, and the model in {recipe.model.source} "
+            f"takes rows of {longest:,} tokens at most; set data.context {longest}, or less."
+        )
     tokenizer = None if given.source else tokenizer_of(folder)
     if not given.source and tokenizer is None:
         raise ConfigError(f"{folder} holds no tokenizer; name one in tokenizer.source.")
@@ -74,12 +82,6 @@ def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
         raise ConfigError(
             f"the tokenizer has {vocabulary:,} token ids, and the model in {config.source} "
             f"{text.vocab_size:,}; leave tokenizer.source out, and its own is used."
-        )
-    longest = getattr(text, "max_position_embeddings", None) or recipe.data.context
-    if recipe.data.context > longest:
-        raise ConfigError(
-            f"data.context is {recipe.data.context:,}, and the model in {config.source} takes rows "
-            f"of {longest:,} tokens at most; set data.context {longest}, or less."
         )
     return loaded.sharded, str(loaded)
 
