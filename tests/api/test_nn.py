@@ -97,9 +97,16 @@ def test_the_head_runs_where_there_is_a_label(labels: int, adapted: bool) -> Non
     assert_near([mine[0], *mine[2:]], [right[0], *right[2:]], 1e-12)
 
 
-def test_without_labels_the_mean_is_nan_as_the_plain_one() -> None:
-    head, target = nn.Linear(6, 41), torch.full((3, 5), -100)
-    assert sw.nn.chunked_cross_entropy(torch.zeros(3, 5, 6), head, target).isnan()
+@pytest.mark.parametrize("adapted", [False, True])
+def test_without_labels_the_mean_is_nan_and_its_gradients_are_0_as_the_plain_ones(
+    adapted: bool,
+) -> None:
+    """One micro-batch without a label would else make NaN of the head for good."""
+    linear = nn.Linear(6, 41)
+    head = Adapted(linear) if adapted else linear
+    value, *rest = gradients(both(head, torch.full((3, 5), -100))[0], head, torch.ones(3, 5, 6))
+    assert value.isnan()
+    assert not any(gradient.any() for gradient in rest)
 
 
 def test_a_loss_of_half_precision_is_summed_in_float32() -> None:

@@ -146,9 +146,11 @@ class _WithGradients(torch.autograd.Function):
 
         losses = [add(begin) for begin in range(0, len(labels), rows)]
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.labels = len(labels)
         return torch.stack([hidden.new_zeros((), dtype=wide), *losses]).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        scaled = (None if t is None else t.mul_(gradients[0]) for t in ctx.saved_tensors)
-        return (*scaled, None, None)
+        """Gradients of no labels are 0, also of their mean, which is 0 by 0."""
+        saved, scale = ctx.saved_tensors, gradients[0] if ctx.labels else 1
+        return (*(None if t is None else t.mul_(scale) for t in saved), None, None)
