@@ -64,6 +64,9 @@ class Gradients:
         self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
         self._numels = [slot.numel for slot in spec.slots]
         self.arrivals = Arrivals(spec.params, self._numels)
+        collected = spec.dtypes.collected
+        #: The dtype of a bucket, if it does not depend on the pass that opens it.
+        self._opens = collected if spec.dtypes.sum is collected else None
         self._lent = set[int]()  # slots in which a gradient is computed, and has not come
         self._kept = set[int]()  # those of which another gradient came than was computed there
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
@@ -234,12 +237,11 @@ class Gradients:
 
         Until ``collect`` has it back the bucket is not reduced, freed, or written there, but left.
         """
-        dtypes, hooks = self.spec.dtypes, hooks_of(self.spec.params[index])
+        hooks = hooks_of(self.spec.params[index])
         taken = index in self.arrived or index in self._lent or index in self._kept
         if taken or hooks or self._shown or self.reducing is not None:
             return None
-        opens = dtypes.collected if dtypes.sum is dtypes.collected else None  # else one that knows
-        if dtype is not (opens if self.full is None else self.full.dtype):
+        if dtype is not (self._opens if self.full is None else self.full.dtype):
             return None
         if self.full is None:
             self._open(dtype)

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.memory.gathered_parameter import GatheredParameter
-from shardwise.torch_internals import computes_forward_derivatives, is_transformed
+from shardwise.torch_internals import (
+    apply_of,
+    computes_forward_derivatives,
+    is_transformed,
+    unwrap_if_dead,
+)
 
 LARGE = 1 << 18  # elements of a weight: below this a copy costs less than a node in Python
 
@@ -45,8 +50,7 @@ def _forward(module: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tenso
     weight = module.weight
     if torch.compiler.is_compiling() or not _is_ordinary(x, weight):
         return plain(x)
-    out: Tensor = cast("Any", _Linear).apply(module.bias, x, weight.t(), weight.lend_slot)
-    return out
+    return _apply(module.bias, unwrap_if_dead(x), weight.t(), weight.lend_slot)
 
 
 def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
@@ -76,11 +80,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, columns = ctx.saved_tensors
         to_bias, to_x, to_columns, _ = ctx.needs_input_grad
-        rows = grad.reshape(-1, columns.shape[1])  # [n, out]
+        rows, inputs = grad.reshape(-1, columns.shape[1]), x.reshape(-1, x.shape[-1])
         slot = None if torch.is_grad_enabled() or not to_columns else ctx.lend(rows.dtype)
+        # One product after the other: what Python needs, the cache has lost after each.
+        of_x = F.linear(rows, columns) if to_x else None
+        of_weight = torch.mm(rows.t(), inputs, out=slot) if to_columns else None
         return (
             rows.sum(0) if to_bias else None,
-            rows.mm(columns.t()).view(x.shape) if to_x else None,
-            torch.mm(rows.t(), x.reshape(-1, len(columns)), out=slot).t() if to_columns else None,
+            None if of_x is None else of_x.view(x.shape),
+            None if of_weight is None else of_weight.t(),
             None,
         )
+
+
+_apply: Callable[..., Tensor] = apply_of(_Linear)
