@@ -234,7 +234,8 @@ unwrap_if_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Its ``apply`` in C, where no transform looks at what is computed: 14 calls of Python less."""
-    return cast("Any", super(torch.autograd.Function, function)).apply
+    in_c: Any = super(torch.autograd.Function, function)
+    return cast("Callable[..., Any]", in_c.apply)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
