@@ -313,6 +313,28 @@ def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:
     assert largest_difference(stopped[0], run_threads(2, alone)[0]) == 0.0
 
 
+def test_parameters_of_another_optimizer_are_averaged_and_a_warning_says_what_is_not_saved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(worker: Worker) -> None:
+        net, sharded, _ = worker.model()
+        one, *others = net.parameters()
+        optimizers = [torch.optim.AdamW(of, lr=0.05) for of in ([one], others)]
+        outer = worker.outer(sharded, optimizers[0], every=1)
+        for step in range(2):
+            net(batch(step, 0, 0)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            outer.step()
+        outer.close()
+        for optimizer, count in zip(optimizers, (1, len(others)), strict=True):
+            assert len(optimizer.state_dict()["state"]) == count
+
+    run_workers([1], run)
+    assert "AdamW does not hold 5 of the model's trained parameters" in caplog.text
+
+
 def test_unlike_workers_are_refused_by_name() -> None:
     def run(worker: Worker) -> str:
         _, sharded, optimizer = worker.model()

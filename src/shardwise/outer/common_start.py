@@ -7,6 +7,7 @@ in their order, so workers may have any number of ranks.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from shardwise.torch_internals import disable_torch_function
 
 START, MOMENTUM = "outer_start", "outer_momentum"  # in the optimizer's state of a parameter
 STEP = "outer_step"
+
+log = logging.getLogger("shardwise")
 
 
 class CommonStart:
@@ -47,6 +50,13 @@ class CommonStart:
         for unit in self._buckets:
             for param in self.params(unit):
                 self.state(param)
+        if (others := len(self._before.keys() - self._held())) and comm.rank == 0:
+            log.warning(
+                "%s does not hold %d of the model's trained parameters: no checkpoint will have "
+                "their common start. Give DiLoCo an optimizer over all of them, or freeze them.",
+                type(optimizer).__name__,
+                others,
+            )
 
     @property
     def step(self) -> int:
@@ -72,9 +82,14 @@ class CommonStart:
 
         An optimizer that has moved a parameter without a state, such as plain SGD, will have none.
         """
-        stateless = any(not self._optimizer.state.get(p) and self._moved(p) for p in self._before)
-        for param in [p for p in self._before if stateless or self._optimizer.state.get(p)]:
-            self._optimizer.state[param].update(self._before.pop(param))
+        held, state = self._held(), self._optimizer.state
+        waiting = [param for param in self._before if param in held]
+        stateless = any(not state.get(p) and self._moved(p) for p in waiting)
+        for param in [p for p in waiting if stateless or state.get(p)]:
+            state[param].update(self._before.pop(param))
+
+    def _held(self) -> set[Tensor]:
+        return {param for group in self._optimizer.param_groups for param in group["params"]}
 
     def _moved(self, param: nn.Parameter) -> bool:
         with disable_torch_function():

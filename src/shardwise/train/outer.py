@@ -45,7 +45,7 @@ class Outer:
         if (diloco := self._diloco) is None:
             return None
         diloco.step()
-        if diloco.steps % self._every:
+        if diloco.steps % self._every or diloco.has_left:
             return None
         sent, received = diloco.nbytes.values()
         return Exchanged(diloco.steps, tuple(diloco.workers), sent, received)
