@@ -1,7 +1,8 @@
 """Seconds of a collective over ranks in hosts.
 
 A ring sends each byte over each link once, so the slowest link on its way bounds it. Between hosts
-all rings of a host share its cards (not each rank its own card: inside, bytes are forwarded).
+all rings of a host share its cards (not each rank its own card: inside, bytes are forwarded). Each
+further rank is one more hop, most of them inside hosts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ class Ring:
     def hosts(self) -> int:
         """Hosts that it lies in."""
         return -(-self.size * self.stride // self.machine.per_host) if self.crosses else 1
+
+    @property
+    def _parts(self) -> int:
+        """Runs of neighbours in one host; between two of them is a hop between hosts."""
+        return min(self.size, self.hosts)
 
     @property
     def crosses(self) -> bool:
@@ -59,8 +65,8 @@ class Ring:
         """
         if self.size < 2 or not sent:
             return 0.0
-        hops = self.machine.inside.latency * (min(self.size, self.machine.per_host) - 1)
-        hops += self.machine.between.latency * (self.hosts - 1)
+        hops = self.machine.inside.latency * (self.size - self._parts)
+        hops += self.machine.between.latency * (self._parts - 1)
         return sent / self.bandwidth + rounds * hops
 
 

@@ -28,7 +28,7 @@ class Link:
     Attributes:
         bandwidth: bytes per second that one rank sends in a large collective; between hosts,
             all ranks of a host together.
-        latency: seconds that each further rank, or host, adds to a collective.
+        latency: seconds that each further rank adds to a collective.
     """
 
     name: str
