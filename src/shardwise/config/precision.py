@@ -164,6 +164,11 @@ class Dtypes:
         """Return from which gradients of their bucket blocks of 8-bit numbers are encoded."""
         return self.param if self.reduce in QUANTISED else self.reduce
 
+    @property
+    def lent(self) -> torch.dtype | None:
+        """Of gradients that may be computed in their bucket; ``None``: its dtype is open."""
+        return self.collected if self.sum is self.collected else None
+
 
 def _matches(name: str, pattern: str) -> bool:
     """Does the pattern match the whole name of a module, or its last part?"""

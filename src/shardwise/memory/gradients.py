@@ -64,9 +64,7 @@ class Gradients:
         self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
         self._numels = [slot.numel for slot in spec.slots]
         self.arrivals = Arrivals(spec.params, self._numels)
-        collected = spec.dtypes.collected
-        #: The dtype of a bucket, if it does not depend on the pass that opens it.
-        self._opens = collected if spec.dtypes.sum is collected else None
+        self._opens = spec.dtypes.lent
         self._lent = set[int]()  # slots in which a gradient is computed, and has not come
         self._kept = set[int]()  # those of which another gradient came than was computed there
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes

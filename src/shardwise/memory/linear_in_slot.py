@@ -61,8 +61,8 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
         return False
     if x.dim() not in (2, 3) or not x.is_contiguous():  # other products, other bits
         return False
-    special = torch.is_autocast_enabled(x.device.type) or is_transformed()
-    return x.is_cpu and not special and not computes_forward_derivatives()
+    special = torch.is_autocast_enabled("cpu") or is_transformed()
+    return (x.is_cpu or x.is_meta) and not special and not computes_forward_derivatives()
 
 
 class _Linear(torch.autograd.Function):

@@ -152,6 +152,28 @@ def test_the_bytes_that_any_net_keeps_are_those_of_a_real_step(net: Net) -> None
     assert real - work.saved == NUMBER * len(scales)
 
 
+@pytest.mark.parametrize(
+    ("times", "precision", "fewer"),
+    [
+        (1, Precision(), 1),
+        (2, Precision(), 1),  # what the second call adds has memory of its own
+        (1, Precision(param_dtype=torch.bfloat16), 0),  # its bucket is wider
+    ],
+)
+def test_gradients_that_are_computed_in_the_engine_s_memory_are_none_of_the_model(
+    times: int, precision: Precision, fewer: int
+) -> None:
+    linear = nn.Linear(512, 512, bias=False)
+    model = nn.Sequential(*[linear] * times)
+    given = model, choose_units(model), (torch.zeros(2, 512),), {}, None, precision
+    ours, plain = (
+        max(span.peak for span in observe(*given, in_slot=in_slot).backward)
+        for in_slot in (True, False)
+    )
+    assert (plain - ours) / linear.weight.nbytes == pytest.approx(fewer, abs=0.01)
+    assert "forward" not in vars(linear)
+
+
 def test_every_byte_that_is_made_ends_in_the_span_that_uses_it_last() -> None:
     work = of_llama()
     assert sum(span.grown for span in (*work.forward, *work.backward)) == 0

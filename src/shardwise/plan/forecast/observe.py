@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError, ScheduleError, ShardwiseError
+from shardwise.memory.linear_in_slot import is_large, linear_in_slot
 from shardwise.plan.forecast.absent_compiler import without_compiler
 from shardwise.plan.forecast.meta_autocast import let_autocast_be_off
 from shardwise.plan.forecast.recording import Recording
@@ -86,6 +87,7 @@ def observe(
     checkpointing: ActivationCheckpointing | None = None,
     precision: Precision = Precision(),
     loss: Loss = loss_of,
+    in_slot: bool = False,
 ) -> StepWork:
     """Run one step of ``model`` on the meta device; the model, real or not, stays as it is.
 
@@ -97,6 +99,7 @@ def observe(
         checkpointing: ``None``: as the model does it.
         precision: the dtypes of parameters and inputs.
         loss: of what the model returns.
+        in_slot: gradients of large linear maps are computed in the engine's memory, as on a CPU.
 
     Raises:
         ConfigError: no output depends on what is trained.
@@ -107,12 +110,15 @@ def observe(
     given = tree_map_only(Tensor, lambda t: t.to("meta"), (tuple(args), dict(kwargs)))
     batch = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
     maps_from = min(getattr(module, "maps_from", MMAP_THRESHOLD) for module in model.modules())
-    recording = Recording([*state.values(), *batch], maps_from)
+    slots = _lend_slots(units, state, precision) if in_slot else []
+    recording = Recording([*state.values(), *batch, *slots], maps_from)
+    linear = {m: linear_in_slot(m) for m in model.modules() if in_slot and is_large(m)}
     for unit in units:
         for member in unit.members:
             _collect(state[f"model.{member.name}"], unit.name, recording)
     with (
         _on_meta_alone(),
+        _forwards(linear),
         _forwards(_recomputed(units, checkpointing, recording)),
         _cues(model, units, precision, recording),
         _without_values(),
@@ -174,6 +180,19 @@ class _Step(nn.Module):
         loss = self.loss(self.model(*args, **kwargs))
         self.recording.turn()
         loss.backward()
+
+
+def _lend_slots(units: Units, state: Mapping[str, Tensor], precision: Precision) -> list[Tensor]:
+    """Give each parameter a place to compute its gradient in, once, where the engine would."""
+    slots = []
+    for member in (member for unit in units for member in unit.members):
+        leaf, param = state[f"model.{member.name}"], member.param
+        dtypes = precision.of(param.dtype, param.requires_grad, precision.keeps(member.name))
+        if param.requires_grad and dtypes.lent is leaf.dtype:
+            slots.append(torch.empty_like(leaf, requires_grad=False))
+            lent = iter(slots[-1:])
+            leaf.lend_slot = lambda _, lent=lent: next(lent, None)  # type: ignore[attr-defined]
+    return slots
 
 
 def _collect(leaf: Tensor, unit: str, recording: Recording) -> None:

@@ -340,10 +340,16 @@ class Planner:
         def observe_few() -> StepWork:
             args, kwargs = self.question.inputs(rows)
             given = few.model, units, args, kwargs
-            asked = self._precision(candidate), self.question.loss
+            asked = self._precision(candidate), self.question.loss, self._in_slot
             return observe(*given, candidate.checkpointing, *asked)
 
         return self._once(("work", *how, depth.blocks), make)
+
+    @property
+    def _in_slot(self) -> bool:
+        """Does the engine compute gradients of linear maps where it sends them from?"""
+        on_cpu = self.question.machine.accelerator.device == "cpu"
+        return on_cpu and not self.question.arguments.get("compile")
 
     def recipe(self, candidate: Candidate) -> dict[str, Any]:
         """The keys of a recipe that set it, with names in full."""
