@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -29,6 +30,20 @@ def memory_errors(cases: Iterable[Case], others: dict[str, list[str]]) -> dict[C
         except ShardwiseError as reason:
             others.setdefault(str(reason), []).append(case.number)
     return errors
+
+
+def settled(case: Case) -> Case:
+    """The case with its blocks recomputed where no row tells, and it does not fit otherwise.
+
+    Beside a host's memory that is nearly as fast, what does not fit may be there.
+    """
+    accelerator = case.machine.accelerator
+    if case.tells or "C2C" in accelerator.host:
+        return case
+    with suppress(ShardwiseError):
+        if peak_of(case) > accelerator.memory - accelerator.reserved:
+            return replace(case, software=replace(case.software, checkpointing="full"))
+    return case
 
 
 def peak_of(case: Case) -> float:

@@ -88,9 +88,10 @@ def _fused(*inputs: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and a feed-forward network."""
 
-    def __init__(self, shape: Shape, adapters: Adapters, compiled: bool) -> None:
+    def __init__(self, shape: Shape, variant: Variant) -> None:
         super().__init__()
-        self.shape, self.compiled = shape, compiled
+        self.shape, self.compiled, self.fused = shape, variant.compiled, variant.fused
+        adapters = variant.adapters
 
         def linear(inputs: int, outputs: int, adapted: bool = adapters.on != "attention") -> Any:
             if adapters.rank and adapted:
@@ -117,10 +118,21 @@ class Block(nn.Module):
         groups = self.shape.heads // self.shape.kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        x = x + self.out(self._attended(q, k, v).transpose(1, 2).flatten(2))
         added: Tensor = self.down(self._wide(self._normed(1, x)))
         return x + added
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``[batch, heads, length, size]`` each and returned."""
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = q @ k.transpose(-2, -1)
+        if self.compiled:
+            return _fused(scores) @ v
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = (scores * self.shape.head_size**-0.5).masked_fill(later, -1e4)
+        weights: Tensor = scores.softmax(-1, dtype=torch.float32)
+        return weights.to(v.dtype) @ v
 
     def _normed(self, number: int, x: Tensor) -> Tensor:
         norm = self.norms[number]
@@ -151,6 +163,7 @@ class Variant:
     Attributes:
         length: of a sequence.
         checkpointing, logits: see ``Checkpointing`` and ``Logits``.
+        fused: attention is one kernel; else its scores are in memory.
         compiled: what is elementwise is one kernel, which keeps its inputs alone. Kernels count
             whatever this is, so it says something about memory only.
     """
@@ -159,6 +172,7 @@ class Variant:
     adapters: Adapters = Adapters(0)
     checkpointing: Checkpointing = "none"
     logits: Logits = "whole"
+    fused: bool = True
     compiled: bool = False
 
 
@@ -174,9 +188,7 @@ class Decoder(nn.Module):
         self.positions = None if shape.gated else nn.Embedding(variant.length, shape.width)
         angles = torch.empty(2, variant.length, shape.head_size)
         self.register_buffer("angles", angles, persistent=False)
-        self.blocks = nn.ModuleList(
-            Block(shape, variant.adapters, variant.compiled) for _ in range(shape.layers)
-        )
+        self.blocks = nn.ModuleList(Block(shape, variant) for _ in range(shape.layers))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:

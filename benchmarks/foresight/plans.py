@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.foresight.models import Decoder, Variant
+from benchmarks.foresight.models import Block, Decoder, Variant
 from benchmarks.foresight.rows import Case
 from benchmarks.foresight.shapes import Shape, few
 from shardwise.comm.grid import Grid
@@ -16,7 +16,7 @@ from shardwise.config.precision import Precision
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.draw import draw
 from shardwise.plan.forecast.collectives import Network
-from shardwise.plan.forecast.machine import Accelerator, Constants
+from shardwise.plan.forecast.machine import Accelerator, Constants, Machine
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.rates import Kernels, Rates
 from shardwise.plan.forecast.repeated import Stack, deepen
@@ -57,7 +57,7 @@ class Plan:
     def forecast(self, accelerator: Accelerator, constants: Constants) -> TimeForecast:
         """Time of a step on the case's machine with these constants."""
         one = self.case
-        machine = replace(one.machine, accelerator=accelerator)
+        machine = replace(_machine(one), accelerator=accelerator)
         blocks = frozenset(unit for unit in self.work.units if unit.startswith("blocks."))
         software = one.software
         kernels = Kernels(software.compiled, software.attention, one.precision, blocks)
@@ -68,6 +68,17 @@ class Plan:
         )
         seconds = optimizer_seconds(self.stepped, rates)
         return TimeForecast(walked, seconds, self.work, accelerator.peak("bf16"))
+
+
+def _machine(case: Case) -> Machine:
+    """Its machine, with the latency of all collectives that stand for one of a unit."""
+    if not case.software.whole:
+        return case.machine
+    with torch.device("meta"):
+        times = len([*Block(case.shape, case.variant).parameters()])
+    links = {name: getattr(case.machine, name) for name in ("inside", "between")}
+    links = {name: replace(link, latency=link.latency * times) for name, link in links.items()}
+    return replace(case.machine, **links)
 
 
 def plan_of(case: Case) -> Plan:

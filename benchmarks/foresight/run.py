@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 
 from benchmarks.foresight.fit import Fit, Judgement, judge
-from benchmarks.foresight.memory import memory_errors
+from benchmarks.foresight.memory import memory_errors, settled
 from benchmarks.foresight.plans import Plan, plan_of
 from benchmarks.foresight.rows import PUBLISHED, Case, read
 from benchmarks.harness.command import Log, setting
@@ -53,12 +53,12 @@ class Config:
 
 def run(config: Config, log: Log) -> Iterator[Report]:
     """Forecasts of throughput and memory beside published results, sources left out."""
-    published, others = read(PUBLISHED)
+    published, others = _read(PUBLISHED)
     log(f"{len(published)} published rows as plans, and their fit")
     fit = Fit.of(_plans(published, others))
     cases, plans = published, fit.plans
     if config.rows:
-        cases, others = read(Path(config.rows))
+        cases, others = _read(Path(config.rows))
         log(f"{len(cases)} rows of {config.rows} as plans")
         plans = _plans(cases, others)
     log("fits without each source")
@@ -77,6 +77,11 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     yield Report(this_machine(), settings, tables, lines)
 
 
+def _read(path: Path) -> tuple[list[Case], dict[str, list[str]]]:
+    cases, others = read(path)
+    return [settled(case) for case in cases], others
+
+
 def _plans(cases: Sequence[Case], others: dict[str, list[str]]) -> list[Plan]:
     """Plans of cases that state a throughput; a case without a plan is added to ``others``."""
     plans = []
@@ -91,36 +96,43 @@ def _plans(cases: Sequence[Case], others: dict[str, list[str]]) -> list[Plan]:
 def summary(judgement: Judgement, memory: Sequence[float]) -> Iterator[str]:
     """One line for each class, and one for memory."""
     for name in CLASSES:
-        errors = _sizes(judgement, name)
-        mean, most = _percent(fmean, errors), _percent(_p90, errors)
-        yield f"foresight {name}: {len(errors)} rows, MAPE {mean:.1f}%, p90 {most:.1f}%"
-    mid, most = _percent(median, memory), _percent(_p90, memory)
-    yield f"foresight memory: {len(memory)} rows, median {mid:.1f}%, p90 {most:.1f}%"
+        yield _line(name, _sizes(judgement, name), "MAPE", fmean)
+    yield _line("memory", memory, "median", median)
+
+
+def _line(
+    name: str, errors: Sequence[float], of: str, middle: Callable[[Sequence[float]], float]
+) -> str:
+    line = f"foresight {name}: {len(errors)} rows"
+    return (
+        f"{line}, {of} {100 * middle(errors):.1f}%, p90 {100 * _p90(errors):.1f}%"
+        if errors
+        else line
+    )
 
 
 def _sizes(judgement: Judgement, name: str) -> list[float]:
     return [abs(error) for error in getattr(judgement, name).values()]
 
 
-def _percent(of: Callable[[Sequence[float]], float], errors: Sequence[float]) -> float:
-    return 100 * of(errors) if errors else float("nan")
-
-
 def _p90(errors: Sequence[float]) -> float:
     return quantiles(errors, n=10, method="inclusive")[8] if len(errors) > 1 else errors[0]
+
+
+MIDDLES: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "MAPE %": fmean,
+    "median %": median,
+    "p90 %": _p90,
+}
 
 
 def _classes(judgement: Judgement) -> Table:
     rows: dict[str, Row] = {}
     for name, (mean, most) in CLASSES.items():
         errors = _sizes(judgement, name)
-        rows[name] = {
-            "rows": len(errors),
-            "MAPE %": _percent(fmean, errors),
-            "median %": _percent(median, errors),
-            "p90 %": _percent(_p90, errors),
-            "wanted": f"{mean} and {most}",
-        }
+        rows[name] = {"rows": len(errors), "wanted": f"{mean} and {most}"}
+        for column, middle in MIDDLES.items() if errors else ():
+            rows[name][column] = 100 * middle(errors)
     share = judgement.right / max(1, judgement.pairs)
     order = f"{share:.1%} of {judgement.pairs:,} pairs of one source that differ by more than 5 %"
     return Table.of("by class", COLUMNS, rows, (f"in the right order: {order}",))
