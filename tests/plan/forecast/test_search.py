@@ -13,7 +13,7 @@ import torch
 from shardwise.config.precision import Precision
 from shardwise.config.strategies import STRATEGIES, placement_of
 from shardwise.errors import ConfigError
-from shardwise.plan.forecast.ask import _Search, ask, devices
+from shardwise.plan.forecast.ask import ask, candidates_of, devices
 from shardwise.plan.forecast.candidate import OFFLOADS, Candidate, candidates, savings
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Planner
@@ -182,7 +182,7 @@ def test_where_nothing_fits_the_smallest_is_judged() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_ranks_may_send_in_other_dtypes_and_one_sends_nothing(ranks: int) -> None:
-    wires = {c.wire for c in _Search(question(ranks)).candidates()}
+    wires = {c.wire for c in candidates_of(question(ranks))}
     assert wires == ({None} if ranks == 1 else {None, "float32", "int8"})
 
 

@@ -110,7 +110,7 @@ def ask(
     if chosen is not None:
         question.check(chosen)
     planner, search = Planner(question), _Search(question)
-    every = list(search.candidates() if among is None else among)
+    every = list(candidates_of(question) if among is None else among)
     others = search.fastest_of_each(planner, [c for c in every if c.wire is None], _strategy)
     best = planner.forecast(chosen) if chosen else search.best(planner, others, every)
     verdict = Verdict(
@@ -134,16 +134,23 @@ def ask(
 def candidates_of(
     question: Question, strategy: str | None = None, micro_batch: int | None = None
 ) -> list[Candidate]:
-    """All that are worth asking about; of one strategy and micro-batch, where these are given.
+    """All that are worth asking about, whose micro-batches divide the rows of a step.
+
+    Args:
+        strategy, micro_batch: ``None``: any.
 
     Raises:
         ConfigError: the rows of a step cannot be split so, or the strategy needs more ranks.
     """
-    every = list(_Search(question).candidates())
-    if micro_batch is not None:
-        question.check(Candidate("full_shard", micro_batch))
-        every = [*dict.fromkeys(replace(each, micro_batch=micro_batch) for each in every)]
-    few = [each for each in every if strategy in (None, each.strategy)]
+    rows = [2**n for n in range(MOST_ROWS.bit_length())] if micro_batch is None else [micro_batch]
+    if question.rows is not None and micro_batch is None:
+        of_a_rank = question.rows / question.ranks
+        rows = [n for n in rows if of_a_rank % n == 0] or [1]
+    question.check(Candidate("full_shard", rows[0]))
+    others = [wire for wire in WIRES if getattr(torch, wire) is not question.dtypes.reduce]
+    wires = None, *(others if question.ranks > 1 else ())
+    given = question.ranks, question.machine.per_host, rows, _is_frozen(question.model), wires
+    few = [each for each in candidates(*given) if strategy in (None, each.strategy)]
     if not few:
         raise ConfigError(
             f"{strategy} keeps a copy on each host, and {question.ranks:,} ranks are one host of "
@@ -162,21 +169,7 @@ class _Search:
         self.errors = Errors(errors[kind].middle, errors["unseen"].middle)
         self.reserved = question.machine.accelerator.reserved
         self.capacity = question.machine.accelerator.memory
-        params = list(question.model.parameters())
-        self.numel = sum(map(_elements, params))
-        trained = sum(param.numel() for param in params if param.requires_grad)
-        self.is_frozen = trained < self.numel / 2
-
-    def candidates(self) -> Iterable[Candidate]:
-        """Return those whose micro-batches divide the rows of a step."""
-        question, rows = self.question, [2**n for n in range(MOST_ROWS.bit_length())]
-        if question.rows is not None:
-            of_a_rank = question.rows / question.ranks
-            rows = [n for n in rows if of_a_rank % n == 0] or [1]
-            question.check(Candidate("full_shard", rows[0]))
-        others = [wire for wire in WIRES if getattr(torch, wire) is not question.dtypes.reduce]
-        wires = None, *(others if question.ranks > 1 else ())
-        return candidates(question.ranks, question.machine.per_host, rows, self.is_frozen, wires)
+        self.numel = _numel(question.model)
 
     def fits(self, peak: Peak) -> bool:
         """Does it fit, the error included?"""
@@ -270,6 +263,16 @@ class _Search:
         between = _plain(machine.between) if hosts > 1 else None
         bits = machine.between.bandwidth * 8
         return list(advise(Situation(self.numel, _inside(machine.inside), between, bits)))
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(map(_elements, model.parameters()))
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    """Is most of it?"""
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    return trained < _numel(model) / 2
 
 
 def _elements(param: nn.Parameter) -> int:

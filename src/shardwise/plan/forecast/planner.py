@@ -213,8 +213,8 @@ class Planner:
         return cast("R", self._made[key])
 
     def _whole(self, candidate: Candidate) -> _Depth:
-        """All blocks: observed, unless an estimate has shown that few stand for them."""
-        stack = self._stack(candidate) if "alike" in self._made else None
+        """All blocks: observed, unless few stand for them."""
+        stack = self._stack(candidate)
         return _Depth(self.question.model, stack, stack.depth if stack else 0)
 
     def _stack(self, candidate: Candidate) -> Stack | None:
