@@ -20,7 +20,7 @@ from shardwise.api import nn as losses
 from shardwise.comm.protocol import Comm
 from shardwise.hf.labelled import TESTED, head_of, in_place_of_logits, why_all_logits
 from shardwise.hf.quantized import quantize
-from shardwise.memory import linear_in_slot
+from shardwise.plan import linear_in_slot
 from tests.copies import assert_near, local
 from tests.hf.folders import ARCHITECTURES, HEADS_OF_8, SHAPE, VOCABULARY
 from tests.hf.quantising import quantising_one_at_a_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.memory import linear_in_slot
+from shardwise.plan import linear_in_slot
 from tests.programs.__main__ import judged
 
 REFUSED = (

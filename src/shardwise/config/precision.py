@@ -166,7 +166,7 @@ class Dtypes:
 
     @property
     def lent(self) -> torch.dtype | None:
-        """Of gradients that may be computed in their bucket; ``None``: its dtype is open."""
+        """The dtype in which gradients may be computed in a new bucket; ``None``: in none."""
         return self.collected if self.sum is self.collected else None
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.options import Options
-from shardwise.memory.linear_in_slot import is_large, linear_in_slot
+from shardwise.plan.linear_in_slot import is_large, linear_in_slot
 from shardwise.plan.units.selection import checkpointed
 from shardwise.plan.units.units import Units
 from shardwise.setup.compiler import (

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError, ScheduleError, ShardwiseError
-from shardwise.memory.linear_in_slot import is_large, linear_in_slot
 from shardwise.plan.forecast.absent_compiler import without_compiler
 from shardwise.plan.forecast.meta_autocast import let_autocast_be_off
 from shardwise.plan.forecast.recording import Recording
 from shardwise.plan.forecast.work import MMAP_THRESHOLD, StepWork
+from shardwise.plan.linear_in_slot import is_large, linear_in_slot
 from shardwise.plan.order import on_meta
 from shardwise.plan.schedule.events import Cue, Op, Phase
 from shardwise.plan.units.selection import checkpointed
@@ -44,6 +44,7 @@ from shardwise.torch_internals import (
 
 OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])  # code of no model
 Loss = Callable[[Any], Tensor]
+Forwards = Mapping[nn.Module, Callable[..., Any]]
 
 
 def loss_of(output: Any) -> Tensor:
@@ -112,13 +113,12 @@ def observe(
     maps_from = min(getattr(module, "maps_from", MMAP_THRESHOLD) for module in model.modules())
     slots = _lend_slots(units, state, precision) if in_slot else []
     recording = Recording([*state.values(), *batch, *slots], maps_from)
-    linear = {m: linear_in_slot(m) for m in model.modules() if in_slot and is_large(m)}
     for unit in units:
         for member in unit.members:
             _collect(state[f"model.{member.name}"], unit.name, recording)
     with (
         _on_meta_alone(),
-        _forwards(linear),
+        _forwards(_in_slots(model) if in_slot else {}),
         _forwards(_recomputed(units, checkpointing, recording)),
         _cues(model, units, precision, recording),
         _without_values(),
@@ -127,11 +127,9 @@ def observe(
         step = _Step(model, loss, recording)
         torch.func.functional_call(step, state, *given, tie_weights=False)
     order, forward, backward = recording.finish()
+    names = dict.fromkeys(cue.unit for cue in order.forward)
     return StepWork(
-        {
-            unit: recording.work_of(unit)
-            for unit in dict.fromkeys(cue.unit for cue in order.forward)
-        },
+        {unit: recording.work_of(unit) for unit in names},
         rest=recording.work_of(None),
         **counted(batch),
         order=order,
@@ -193,6 +191,10 @@ def _lend_slots(units: Units, state: Mapping[str, Tensor], precision: Precision)
             lent = iter(slots[-1:])
             leaf.lend_slot = lambda _, lent=lent: next(lent, None)  # type: ignore[attr-defined]
     return slots
+
+
+def _in_slots(model: nn.Module) -> Forwards:
+    return {module: linear_in_slot(module) for module in model.modules() if is_large(module)}
 
 
 def _collect(leaf: Tensor, unit: str, recording: Recording) -> None:
@@ -275,8 +277,6 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 # ---- checkpointing -----------------------------------------------------------------------------
-
-Forwards = Mapping[nn.Module, Callable[..., Any]]
 
 
 def _recomputed(

@@ -2,10 +2,10 @@
 
 Autograd makes the gradient in new memory, and it is copied into the gradient bucket. For a large
 matrix that is another matrix beside its slot, and a pass over both. Here the product that makes it
-writes into the slot, where ``Gradients.lend`` allows it. The graph is as before but for the name of
-a node: its inputs are those of ``addmm`` in the same order, and the weight is kept as the view of
-the gathered bucket that the forward pass computed with. The parameter itself must not be kept:
-autograd would read what it shows by then, which may be a shard.
+writes into the slot, where ``Gradients.lend`` allows it; in a forecast it has no memory. The graph
+is as before but for the name of a node: its inputs are those of ``addmm`` in the same order, and
+the weight is kept as the view of the gathered bucket that the forward pass computed with. The
+parameter itself must not be kept: autograd would read what it shows by then, which may be a shard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.memory.gathered_parameter import GatheredParameter
 from shardwise.torch_internals import (
     apply_of,
     computes_forward_derivatives,
@@ -57,7 +56,8 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
     """Are these rows times a gathered weight, and do gradients alone look at the product?"""
     if not (torch.is_grad_enabled() and weight.requires_grad and "lend_slot" in vars(weight)):
         return False
-    if type(weight) not in (nn.Parameter, GatheredParameter) or type(x) is not Tensor:
+    kind = type(weight)  # torch's own, or the engine's while a unit is whole, which tells of writes
+    if not (kind is nn.Parameter or "before_write" in vars(kind)) or type(x) is not Tensor:
         return False
     if x.dim() not in (2, 3) or not x.is_contiguous():  # other products, other bits
         return False

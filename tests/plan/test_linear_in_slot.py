@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
-from shardwise.memory import grad_hooks, linear_in_slot
+from shardwise.memory import grad_hooks
+from shardwise.plan import linear_in_slot
 from tests.copies import local
 from tests.nets import numbers
 from tests.ranks import run_sharing, run_threads
