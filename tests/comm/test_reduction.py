@@ -78,6 +78,13 @@ def test_the_last_addend_is_added_and_divided_in_one_pass_with_the_bits_of_two(
     assert torch.equal(out.nan_to_num(7), (expected / 4).nan_to_num(7))
 
 
+def test_a_sum_that_fp16_cannot_hold_is_infinite_though_its_mean_is_not() -> None:
+    """A scaler looks for it, and so it is where a vendor's library sums."""
+    pieces, out = [torch.tensor([40_000.0]).half() for _ in range(2)], torch.empty(1).half()
+    sum_in_rank_order(out, pieces, 2.0)
+    assert out.item() == torch.inf
+
+
 def test_a_sum_of_encoded_pieces_does_not_depend_on_what_was_in_its_place() -> None:
     codec, out = Codec(torch.int8), torch.full((8,), torch.nan)
     row = codec.encode(torch.ones(8), 1, torch.empty(codec.nbytes(8), dtype=torch.uint8))

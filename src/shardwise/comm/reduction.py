@@ -122,7 +122,7 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
                 torch.sum(rows, dim=0, dtype=out.dtype, out=chunk)
             _divide(out, divisor)
             return
-        is_one_pass = len(pieces) == 2 and _is_exact(divisor) and pieces[0].dtype is out.dtype
+        is_one_pass = len(pieces) == 2 and _may_scale(pieces[0], out, divisor)
         size = CHUNK if on_cpu and not is_one_pass else out.numel()
         keeps = any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:])
         scratch = torch.empty_like(out[:size]) if keeps else None
@@ -153,7 +153,7 @@ def _sum(out: Tensor, addends: Sequence[Tensor], divisor: float, partial_sum: Te
     for addend in rest[:-1]:
         total = torch.add(total, addend, out=partial_sum)
     for last in rest[-1:]:
-        if divisor != 1 and out.is_cpu and _is_exact(divisor) and last.dtype is out.dtype:
+        if divisor != 1 and out.is_cpu and _may_scale(last, out, divisor):
             return _add_and_divide(out, total, last, divisor)
         torch.add(total, last, out=out)
     return _divide(out, divisor)
@@ -173,6 +173,11 @@ def _divide(out: Tensor, divisor: float) -> None:
     """Divide in place; by a power of two multiply, which is faster and gives the same bits."""
     if divisor != 1:
         out.mul_(1 / divisor) if _is_exact(divisor) else out.div_(divisor)
+
+
+def _may_scale(addend: Tensor, out: Tensor, divisor: float) -> bool:
+    """May addends be divided in place of their sum? In fp16 that might overflow, and must."""
+    return _is_exact(divisor) and addend.dtype is out.dtype is not torch.float16
 
 
 def _is_exact(divisor: float) -> bool:
