@@ -110,9 +110,9 @@ def sum_in_rank_order(out: Tensor, pieces: Sequence[Tensor] | Tensor, divisor: f
     """``out``, ``[n]`` = (pieces[0] + pieces[1] + …) / divisor, each sum rounded to ``out.dtype``.
 
     The pieces may be narrower than ``out``: they are widened before they are added. One that is not
-    may lie in ``out``. On CPU a sum of
-    several passes is formed in chunks that stay in the processor's cache. One tensor ``[W, n]`` is
-    summed by one kernel, in the kernel's order, since a launch per rank would cost more.
+    may lie in ``out``. On CPU a sum of several passes is formed in chunks that stay in the
+    processor's cache. One tensor ``[W, n]`` is summed by one kernel, in the kernel's order, since a
+    launch per rank would cost more.
     """
     on_cpu = out.device.type == "cpu"
     with torch.no_grad():

@@ -292,8 +292,8 @@ class Gradients:
         Not where ``.grad`` shows it, a slot is lent, or the mean lies there.
         """
         self.full, bucket = None, self._bucket
-        comm, is_seen = self._averages[0][0], self._is_shown or bool(self._lent)
-        is_seen = is_seen or self.result is bucket
+        comm, is_result = self._averages[0][0], self.result is bucket
+        is_seen = self._is_shown or bool(self._lent) or is_result
         self._lent.clear()
         if bucket is None or is_seen or comm.size == 1 or comm.memory.shared:
             self._bucket, self._views, self._is_shown = None, [], False

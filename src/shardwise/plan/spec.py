@@ -114,7 +114,7 @@ class BucketSpec:
     @property
     def _has_one_dtype(self) -> bool:
         dtypes = self.dtypes
-        return dtypes.collected is dtypes.reduce is dtypes.sum is dtypes.stored
+        return dtypes.reduce is dtypes.sum is dtypes.stored  # so nothing is quantised, either
 
     @cached_property
     def allocation(self) -> Allocation:
