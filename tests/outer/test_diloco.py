@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.doctor.listeners import listeners
-from shardwise.errors import ConfigError, RanksDisagree
+from shardwise.errors import ConfigError, RanksDisagree, ScheduleError
 from shardwise.outer.diloco import DiLoCo
 from shardwise.outer.link import Link
 from shardwise.outer.place import Place
@@ -233,6 +233,25 @@ def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_sta
     first, second = (ranks[0] for ranks in run_workers([1, 1], run))
     assert first[1]["3"] == second[1]["3"] >= 3
     assert torch.equal(first[0]["3.weight"], second[0]["3.weight"])
+
+
+def test_a_worker_whose_parameters_are_not_finite_sends_nothing_and_stops() -> None:
+    def run(worker: Worker) -> State:
+        net, sharded, optimizer = worker.model()
+        outer = worker.outer(sharded, optimizer, delay=0)
+        worker.steps(net, optimizer, outer, range(3))
+        if worker.number == 0:
+            with torch.no_grad():
+                net.get_parameter("3.weight").mul_(float("inf"))
+            with pytest.raises(ScheduleError, match="parameters of 3 are not finite after step 4"):
+                outer.step()
+        else:
+            worker.steps(net, optimizer, outer, range(3, 8))
+        outer.close()
+        return state(net)
+
+    (_, alone) = run_workers([2, 1], run)
+    assert all(value.isfinite().all() for value in alone[0].values())
 
 
 def test_a_worker_that_is_ahead_keeps_its_steps_and_waits_for_the_mean() -> None:

@@ -30,7 +30,7 @@ from shardwise.api.sharded import Sharded
 from shardwise.checkpoint.collectives import run_on_rank_0
 from shardwise.comm.machine.peer_connection import Address, Message
 from shardwise.comm.machine.run_token import RUN_TOKEN, run_token
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ScheduleError
 from shardwise.errors.arguments import checked
 from shardwise.outer import wire as wires
 from shardwise.outer.common_start import MOMENTUM, START, CommonStart
@@ -171,10 +171,21 @@ class DiLoCo:
         params = self._start.params(unit)
         with disable_torch_function():
             moved = [self._start.state(p)[START] - p.detach().float() for p in params]
-            self._in_flight[unit] = [p.detach().clone() for p in params]
-        whole = self._start.whole(unit, moved)
-        if self._link is not None:
-            self._link.send(self._key(unit), wires.encode(whole, self._wire))
+            sent = [p.detach().clone() for p in params]
+        whole, key = self._start.whole(unit, moved), self._key(unit)
+
+        def send() -> None:
+            if not whole.isfinite().all():
+                raise ScheduleError(
+                    f"the parameters of {key} are not finite after step {self.steps}. They were "
+                    "not sent, since no worker's would be finite then; the others go on without "
+                    "this one. Start it again, so that it takes their state; if this comes back, "
+                    "lower the learning rate, or clip gradients."
+                )
+            self._on_rank_0.send(key, wires.encode(whole, self._wire))
+
+        run_on_rank_0(self._comm, f"sending {key}", send)
+        self._in_flight[unit] = sent
 
     def _receive(self, unit: str) -> None:
         """Wait for the mean of a unit that was sent, and apply it."""
