@@ -483,6 +483,19 @@ def test_killed_in_the_middle_of_a_step_all_ranks_start_again_and_go_on_exactly(
 
 
 @pytest.mark.spawn
+def test_ranks_that_are_forks_of_the_launcher_crash_and_go_on_as_exactly(
+    two: Two, tmp_path: Path
+) -> None:
+    crash = ("--nproc", "2", "--restarts", "1", "--kill-rank", "1@3")
+    save = "checkpoint.save_every=2"
+    done = run("shardwise.cli", "train", str(recipe_file(tmp_path)), save, *crash)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "was killed by SIGKILL; all ranks start again (1 of 1)" in done.stdout
+    assert "resumed at step 2, sample 24, from " in done.stdout
+    assert losses(tmp_path) == losses(two[0])
+
+
+@pytest.mark.spawn
 @pytest.mark.prove
 @forked
 def test_torchruns_agent_starts_all_ranks_again_and_they_go_on_exactly(

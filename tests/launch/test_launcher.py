@@ -188,12 +188,19 @@ import sys
 from shardwise.launch.launcher import start
 start([sys.executable, "-c", *sys.argv[1:]], 2)
 """
+FORKING = """
+import sys
+from shardwise.launch.launcher import start
+code, *sys.argv[1:] = sys.argv[1:]
+start(["rank"], 2, prepare=lambda: lambda: exec(code, {}))
+"""
+both_kinds = pytest.mark.parametrize("launcher_code", [LAUNCHER, FORKING], ids=["new", "forked"])
 
 
 @contextmanager
-def launched(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def launched(code: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher of two ranks with ears, when both have them; afterwards all are gone."""
-    command = python(LAUNCHER, EARS, str(folder), *arguments)
+    command = python(code, EARS, str(folder), *arguments)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
         try:
             wait_for(lambda: len(list(folder.iterdir())) == 4)
@@ -214,9 +221,12 @@ def both_heard(folder: Path, *numbers: int) -> bool:
     return [(folder / rank).read_text() for rank in ("0", "1")] == [wanted, wanted]
 
 
+@both_kinds
 @forked
-def test_a_signal_to_save_and_one_to_stop_reach_every_rank(tmp_path: Path) -> None:
-    with launched(tmp_path) as launcher:
+def test_a_signal_to_save_and_one_to_stop_reach_every_rank(
+    tmp_path: Path, launcher_code: str
+) -> None:
+    with launched(launcher_code, tmp_path) as launcher:
         launcher.send_signal(signal.SIGUSR1)
         wait_for(lambda: both_heard(tmp_path, signal.SIGUSR1))  # two at once come in either order
         launcher.send_signal(signal.SIGTERM)
@@ -224,9 +234,12 @@ def test_a_signal_to_save_and_one_to_stop_reach_every_rank(tmp_path: Path) -> No
     assert both_heard(tmp_path, signal.SIGUSR1, signal.SIGTERM)
 
 
+@both_kinds
 @forked
-def test_the_first_interrupt_asks_to_stop_and_the_second_interrupts(tmp_path: Path) -> None:
-    with launched(tmp_path, "twice") as launcher:
+def test_the_first_interrupt_asks_to_stop_and_the_second_interrupts(
+    tmp_path: Path, launcher_code: str
+) -> None:
+    with launched(launcher_code, tmp_path, "twice") as launcher:
         launcher.send_signal(signal.SIGINT)
         wait_for(lambda: both_heard(tmp_path, signal.SIGTERM))
         assert launcher.poll() is None
@@ -244,22 +257,26 @@ time.sleep(300)
 """
 
 
+@both_kinds
 @forked
-def test_a_launcher_that_is_killed_leaves_no_rank_though_suspended_and_no_file(
-    tmp_path: Path,
+def test_a_launcher_that_is_killed_leaves_no_process_though_suspended_and_no_file(
+    tmp_path: Path, launcher_code: str
 ) -> None:
     temporary, noted = tmp_path / "temporary", tmp_path / "noted"
     temporary.mkdir()
     noted.mkdir()
     environ = {**os.environ, "TMPDIR": str(temporary)}
-    launcher = subprocess.Popen(python(LAUNCHER, NOTED, str(noted)), env=environ)
+    launcher = subprocess.Popen(python(launcher_code, NOTED, str(noted)), env=environ)
     wait_for(lambda: len(list(noted.iterdir())) == 2)
     pids = [int(path.name) for path in noted.iterdir()]
+    forks = launcher_code == FORKING
+    wait_for(lambda: len(children(launcher.pid)) == 2 + forks)  # the store, too
+    processes = children(launcher.pid)
     launcher.send_signal(signal.SIGTSTP)
     wait_for(lambda: [state(pid) for pid in pids] == ["T", "T"])
     launcher.kill()
     launcher.wait()
-    wait_for(lambda: not any(map(is_alive, pids)))
+    wait_for(lambda: not any(map(is_alive, processes)))
     assert list(temporary.iterdir()) == []
 
 
@@ -274,10 +291,11 @@ def test_ranks_of_a_torchrun_that_is_killed_end_with_it(tmp_path: Path) -> None:
     wait_for(lambda: not is_alive(rank))
 
 
+@both_kinds
 @forked
-def test_suspended_and_continued_the_ranks_are_so_too(tmp_path: Path) -> None:
+def test_suspended_and_continued_the_ranks_are_so_too(tmp_path: Path, launcher_code: str) -> None:
     """Ctrl-Z reaches the launcher alone: each rank has a session of its own."""
-    with launched(tmp_path) as launcher:
+    with launched(launcher_code, tmp_path) as launcher:
         ranks = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
         launcher.send_signal(signal.SIGTSTP)
         wait_for(lambda: [state(pid) for pid in (launcher.pid, *ranks)] == ["T", "T", "T"])
@@ -290,6 +308,10 @@ def test_suspended_and_continued_the_ranks_are_so_too(tmp_path: Path) -> None:
 def state(pid: int) -> str:
     """As the kernel has it: T is suspended, Z only waits to be reaped by its parent."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:

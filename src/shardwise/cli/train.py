@@ -1,24 +1,30 @@
 """``shardwise train RECIPE --nproc N``: check the recipe, launch the ranks, or run as one.
 
-Torch is imported only when the ranks have started, so all import it at the same time.
+Ranks of the CPU are forks of this process, which imports torch once for all. Other ranks have
+started when it is imported here, so all import it at the same time.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 
 import click
 
 from shardwise.cli.launch_options import LaunchOptions
-from shardwise.cli.other_libraries import importing
+from shardwise.cli.other_libraries import import_for, importing
 from shardwise.comm.machine.environment import read_launch
 from shardwise.errors import ConfigError
-from shardwise.launch.launcher import exit_with_launcher, start
+from shardwise.launch.fork import can_fork
+from shardwise.launch.launcher import exit_with_launcher, start, threads_of_ranks
 from shardwise.recipe.recipe import Recipe
 
 
@@ -73,7 +79,7 @@ def _check_kill_rank(options: LaunchOptions, ranks: int, recipe: Recipe) -> None
 
 
 def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) -> None:
-    """Launch the ranks; while they start, check what needs no data, model or processes."""
+    """Launch the ranks; before they meet, check what needs no data, model or processes."""
     ranks = options.nproc or 1
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
     if options.kill_rank:
@@ -85,7 +91,39 @@ def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) ->
     def say(fact: str) -> None:
         click.echo(f"crashed   {fact}")
 
-    start(command, ranks, options.restarts or 0, say, lambda: _is_to_run(recipe, ranks))
+    check = cache(lambda: _is_to_run(recipe, ranks))
+
+    def prepare() -> Callable[[], object] | None:
+        if not _imported_once(recipe, ranks, check):
+            return None
+        return partial(run_train, recipe, arguments, options)
+
+    start(command, ranks, options.restarts or 0, say, check, prepare)
+
+
+def _imported_once(recipe: Recipe, ranks: int, check: Callable[[], bool]) -> bool:
+    """Import for all ranks; ``False`` if they cannot be forks of this process.
+
+    That is so where there may be an accelerator, whose libraries cannot be forked, where another
+    thread runs, outside Linux, and in a program that has imported torch: libraries read how many
+    threads a rank has when they are imported.
+    """
+    if recipe.run.device != "cpu" or "torch" in sys.modules or not can_fork():
+        return False
+    own = dict(os.environ)
+    os.environ.update(threads_of_ranks(ranks))
+    try:
+        with importing():
+            import_module("shardwise.cli.train_rank")
+        if check():
+            import_for(recipe)
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
+    gc.freeze()  # or looking for garbage would copy the memory that ranks share
+    print(end="", flush=True)
+    atexit.register(print, end="", flush=True)
+    return can_fork()
 
 
 def _is_to_run(recipe: Recipe, ranks: int) -> bool:

@@ -9,13 +9,13 @@ interface only.
     1. start one process per rank, and a store      2. wait; forward signals
     3. if a rank failed, end the others             4. start again, up to ``restarts`` times
 
-The ranks import torch at once, while this process imports it for the store, without which they
-cannot meet.
+The store needs torch. Ranks that are programs import it at once, while this process does; a rank
+of our own is forked from this process when it has imported all, and so is the store, whose threads
+would make it unsafe to fork again at a restart.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import signal
@@ -31,11 +31,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol
 
 from shardwise.errors import ShardwiseError
 from shardwise.launch.error_files import ERROR_FILE, RankFailure, root_cause
+from shardwise.launch.fork import Fork, end_with_parent
 from shardwise.launch.signals import Handler, signal_handlers
+from shardwise.launch.store import forked_store, store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: saved and stopped as asked; start the same again
 RESTART_COUNT, RUN_ID = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
 LIFELINE = "SHARDWISE_LIFELINE"
-PR_SET_PDEATHSIG = 1
 LOOPBACK = {"Linux": "lo", "Darwin": "lo0"}
 POLL_INTERVAL = 0.05  # seconds
 TERMINATE_GRACE = 5.0  # seconds from SIGTERM to SIGKILL, after another rank has failed
@@ -55,6 +56,7 @@ def start(
     restarts: int = 0,
     on_restart: Callable[[str], None] = lambda _: None,
     check: Callable[[], bool] = lambda: True,
+    prepare: Callable[[], Callable[[], object] | None] = lambda: None,
 ) -> None:
     """Run ``command`` as ``ranks`` processes of this machine until all have ended.
 
@@ -72,6 +74,8 @@ def start(
         on_restart: called with a sentence at each restart.
         check: called while the ranks start, before they can meet; if it raises, or returns
             ``False``, they are ended.
+        prepare: called first; if it returns a function, which does what ``command`` does, each
+            rank is a fork of this process that calls it.
 
     Raises:
         ShardwiseError: a rank failed; the message is that of the first failure.
@@ -80,25 +84,22 @@ def start(
     """
     signals, run_id = _SignalQueue(), uuid.uuid4().hex
     with signal_handlers(signals.handlers):
+        main = prepare()
         for restart in range(restarts + 1):
             variables = _rank_environment(ranks, restarts, restart) | {RUN_ID: run_id}
             with ExitStack() as files:
                 error_files = [_error_file(files) for _ in range(ranks)]
                 server = files.enter_context(socket.create_server(("127.0.0.1", 0)))
                 variables["MASTER_PORT"] = str(server.getsockname()[1])
-                running = _Ranks.launch(command, error_files, variables)
+                running = _Ranks.launch(command, main, error_files, variables)
                 try:
                     if not restart and not check():
                         return
-                    running.store = _store(server)
+                    running.store = forked_store(server) if main else store(server)
                     failures = _wait(running, signals)
                 finally:
                     running.end()
-            if (
-                not failures
-                or signals.stop_signal
-                or all(failure.status == EXIT_STOPPED for failure in failures)
-            ):
+            if signals.stop_signal or {failure.status for failure in failures} <= {EXIT_STOPPED}:
                 break
             first_failure = root_cause(failures)
             if restart == restarts or first_failure.is_permanent:
@@ -138,7 +139,7 @@ def exit_with_launcher(environ: Mapping[str, str]) -> None:
     torchrun leaves its ranks behind when it is killed; mpirun and srun do not.
     """
     if platform.system() == "Linux" and RUN_ID in environ:  # this kills a suspended rank, too
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
     if LIFELINE in environ:
         lifeline = int(environ[LIFELINE])
 
@@ -152,38 +153,50 @@ def exit_with_launcher(environ: Mapping[str, str]) -> None:
 # --- the processes ---------------------------------------------------------------------------
 
 
+class _Process(Protocol):
+    """A rank's: a ``Popen`` or a ``Fork``."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int | None: ...
+    def send_signal(self, number: int) -> None: ...
+
+
 @dataclass
 class _Ranks:
     """The processes of one attempt, their rendezvous store, and the pipe that ends them with us."""
 
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[_Process]
     error_files: list[Path]
     lifeline: IO[bytes]
-    store: TCPStore | None = None  # it outlives the ranks
+    store: TCPStore | Fork | None = None  # it outlives the ranks
 
     @classmethod
     def launch(
-        cls, command: Sequence[str], error_files: list[Path], variables: Mapping[str, str]
+        cls,
+        command: Sequence[str],
+        main: Callable[[], object] | None,
+        error_files: list[Path],
+        variables: Mapping[str, str],
     ) -> _Ranks:
         read_end, write_end = os.pipe()
         environ = {**os.environ, **variables, LIFELINE: str(read_end)}
         ranks = cls([], error_files, os.fdopen(write_end, "wb", buffering=0))
         try:
-            with signal_handlers({signal.SIGUSR1: signal.SIG_IGN}):  # a new rank has no handler yet
-                for rank, error_file in enumerate(error_files):
-                    rank_environ = {
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        ERROR_FILE: str(error_file),
-                    }
-                    rank_environ |= {"ROLE_RANK": str(rank)}
-                    process = subprocess.Popen(  # noqa: S603 - what the user asked to run
-                        command,
-                        env=environ | rank_environ,
-                        pass_fds=[read_end],
-                        start_new_session=True,  # or the terminal's Ctrl-C would reach it twice
-                    )
-                    ranks.processes.append(process)
+            for rank, error_file in enumerate(error_files):
+                rank_environ = {
+                    **environ,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "ROLE_RANK": str(rank),
+                    ERROR_FILE: str(error_file),
+                }
+                ranks.processes.append(
+                    Fork(main, command, rank_environ, read_end)
+                    if main
+                    else _spawned(command, rank_environ, read_end)
+                )
         except BaseException:
             ranks.end()
             raise
@@ -232,6 +245,19 @@ class _Ranks:
         for process in self.processes:
             process.wait()
         self.lifeline.close()
+        if isinstance(self.store, Fork):
+            self.store.send_signal(signal.SIGKILL)
+            self.store.wait()
+
+
+def _spawned(command: Sequence[str], environ: Mapping[str, str], lifeline: int) -> _Process:
+    with signal_handlers({signal.SIGUSR1: signal.SIG_IGN}):  # a new rank has no handler yet
+        return subprocess.Popen(  # noqa: S603 - what the user asked to run
+            command,
+            env=environ,
+            pass_fds=[lifeline],
+            start_new_session=True,  # or the terminal's Ctrl-C would reach it twice
+        )
 
 
 def _error_file(files: ExitStack) -> Path:
@@ -244,20 +270,6 @@ def _error_file(files: ExitStack) -> Path:
     descriptor = os.memfd_create("error")
     files.callback(os.close, descriptor)
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-
-
-def _store(server: socket.socket) -> TCPStore:
-    """A store in this process, which answers at ``server``, on the loopback interface."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    # torch itself would listen on all interfaces, so it gets a socket that already listens.
-    return TCPStore(
-        "127.0.0.1",
-        server.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
-    )
 
 
 def _wait(ranks: _Ranks, signals: _SignalQueue) -> list[RankFailure]:
