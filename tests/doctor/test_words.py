@@ -59,7 +59,7 @@ def test_numbers_are_those_of_the_collectives() -> None:
 
 def test_the_stages_of_zero_are_counted_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wrap, "JOINED_NBYTES", 4 << 20)  # as for users, unlike tests/conftest.py
-    monkeypatch.setattr(wrap, "JOINED_TRAINED_NBYTES", 16 << 20)
+    monkeypatch.setattr(wrap, "JOINED_TRAINED_NBYTES", 32 << 20)
     _, none, one, two, three = demonstrate("zero_stages")
     assert "gathers 0 + 0, reduces 4" in none
     assert "gathers 4 + 0, reduces 4" in one

@@ -34,7 +34,7 @@ def test_a_rank_is_one_of_them(rank: int) -> None:
 
 def test_on_an_accelerator_its_vendors_library_sums() -> None:
     placement, options = placement_of("no_shard"), Options()
-    units = units_of(decoder(), None, options, stays=True)
+    units = units_of(decoder(), None, options, joined=1 << 20)
     for device in ("cpu", "cuda"):
         grid = Grid.of(0, 2, splits=False)
         blueprint = draw_on(grid, torch.device(device), units, placement, options)

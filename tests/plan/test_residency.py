@@ -193,6 +193,20 @@ def test_ranks_that_share_memory_free_each_of_its_units(monkeypatch: pytest.Monk
     assert run_threads(2, units)[0] == 1 < run_sharing(2, units)[0]
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1"])
+def test_ranks_that_share_memory_join_half_as_much_of_what_stays(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrap_policies, "JOINED_TRAINED_NBYTES", 4 * 288)
+
+    def units(comm: Comm) -> list[int]:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+        return [len(unit.modules) for unit in sw.shard(model, strategy, comm=comm).units]
+
+    assert run_threads(2, units)[0] == [4, 4]
+    assert run_sharing(2, units)[0] == [2, 2, 2, 2]
+
+
 def test_where_everything_stays_a_budget_is_refused() -> None:
     with pytest.raises(sw.ConfigError, match="unsharded=8 has no effect: with zero1 all"):
         sw.shard(decoder(), "zero1", unsharded=8)

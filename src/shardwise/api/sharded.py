@@ -35,7 +35,7 @@ from shardwise.plan import order
 from shardwise.plan.blueprint import draw_on, units_of
 from shardwise.plan.forecast.memory import MemoryForecast, forecast
 from shardwise.plan.printed import Layouts, Schedule
-from shardwise.plan.residency import stays_gathered
+from shardwise.plan.residency import joined_trained
 from shardwise.plan.schedule.events import Mode, Order
 from shardwise.plan.units.units import Units
 from shardwise.plan.units.wrap import Wrap
@@ -77,8 +77,8 @@ class Sharded:
 
     def _build(self) -> None:
         grid = self._mesh.grid
-        stays = stays_gathered(self.model, self.placement, grid.shard, self.options)
-        units = units_of(self.model, self.wrap, self.options, stays)
+        joined = joined_trained(self.model, self.placement, grid, self.options)
+        units = units_of(self.model, self.wrap, self.options, joined)
         given = (self.comm.device, units, self.placement, self.options)
         self._blueprint = draw_on(grid, *given)
         specs = self._blueprint.specs

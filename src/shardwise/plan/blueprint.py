@@ -86,12 +86,12 @@ class Blueprint:
         return Schedule(*step, self.buckets, plain, self.options.buffers)
 
 
-def units_of(model: nn.Module, wrap: Wrap | None, options: Options, stays: bool) -> Units:
-    """The units of ``model``; arguments are those of ``shard()``, and ``stays_gathered()``."""
+def units_of(model: nn.Module, wrap: Wrap | None, options: Options, joined: int) -> Units:
+    """The units of ``model``; arguments are those of ``shard()``, and ``joined_trained()``."""
     wrap = wrap or automatic()
     if options.compile or options.activation_checkpointing:  # which is done block by block
         wrap = replace(wrap, joined_nbytes=0)
-    return choose_units(model, wrap, options.ignored, stays)
+    return choose_units(model, wrap, options.ignored, joined)
 
 
 def draw_on(

@@ -17,7 +17,7 @@ from shardwise.config.options import Options
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
 from shardwise.plan.blueprint import Blueprint, draw_on, units_of
-from shardwise.plan.residency import stays_gathered
+from shardwise.plan.residency import joined_trained
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units.wrap import Wrap
 
@@ -66,5 +66,5 @@ def draw(
     name, hybrid = placement.name, placement.hybrid
     shape = shape_of(name, hybrid, world, chosen.mesh, local_size(os.environ))
     grid = Grid.of(rank, world, placement.splits, shape)
-    stays = stays_gathered(model, placement, grid.shard, chosen)
-    return draw_on(grid, device, units_of(model, wrap, chosen, stays), placement, chosen)
+    joined = joined_trained(model, placement, grid, chosen)
+    return draw_on(grid, device, units_of(model, wrap, chosen, joined), placement, chosen)

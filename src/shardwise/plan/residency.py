@@ -17,12 +17,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardwise.comm.grid import Axis
+from shardwise.comm.grid import Axis, Grid
 from shardwise.config.checkpointing import NamedUnits
 from shardwise.config.options import Options
 from shardwise.config.placement import Placement
 from shardwise.errors import ConfigError
 from shardwise.plan.spec import BucketSpec
+from shardwise.plan.units import wrap
 from shardwise.plan.units.selection import select
 from shardwise.plan.units.structure import all_nbytes
 from shardwise.plan.units.units import Units
@@ -33,12 +34,16 @@ KEPT_NBYTES = 16 << 20
 Specs = Mapping[str, Sequence[BucketSpec]]
 
 
-def stays_gathered(model: nn.Module, placement: Placement, shard: Axis, options: Options) -> bool:
-    """Does all of a model stay once it is gathered, or has it so little that units may be large?"""
+def joined_trained(model: nn.Module, placement: Placement, grid: Grid, options: Options) -> int:
+    """Bytes of what is trained that are one unit at most, where all of a model stays gathered.
+
+    Where ranks map what is reduced, half as much; 0: a model that does not stay.
+    """
     is_small = options.unsharded is None and all_nbytes((model,)) <= KEPT_NBYTES
-    if placement.resident:
-        return is_small or options.offload != "everything"
-    return is_small and _sends_again(placement, shard)
+    may_stay = placement.resident or _sends_again(placement, grid.shard)
+    if not (may_stay and (is_small or (placement.resident and options.offload != "everything"))):
+        return 0
+    return wrap.JOINED_TRAINED_NBYTES >> all(axis.shared or axis.size == 1 for axis in grid)
 
 
 def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | None) -> Specs:
@@ -63,8 +68,7 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | Non
     if isinstance(unsharded, int):
         chosen, left = list(specs), unsharded
     else:
-        chosen = [unit.name for unit in select("unsharded", unsharded, units)]
-        left = sys.maxsize
+        chosen, left = [unit.name for unit in select("unsharded", unsharded, units)], sys.maxsize
     frozen = [s for s in every if s.unit in chosen and not (s.trainable or s.placement.resident)]
     kept = set[BucketSpec]()
     for spec in sorted(frozen, key=_nbytes, reverse=True):
@@ -77,12 +81,11 @@ def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | Non
         if rest[unit] <= left and placements[unit].frees:
             placements[unit] = replace(placements[unit], parameters=())
             left -= rest[unit]
-    return {
-        unit: [
-            replace(s, kept=s in kept or s.kept, placement=placements[unit]) for s in specs[unit]
-        ]
-        for unit in specs
-    }
+
+    def staying(spec: BucketSpec) -> BucketSpec:
+        return replace(spec, kept=spec in kept or spec.kept, placement=placements[spec.unit])
+
+    return {unit: [*map(staying, specs[unit])] for unit in specs}
 
 
 def _by_default(every: Sequence[BucketSpec], units: Units) -> int:

@@ -286,15 +286,14 @@ def test_where_parameters_stay_gathered_what_is_trained_counts_and_more_is_joine
     for layer in list(layers)[4:]:
         layer.requires_grad_(False)
     monkeypatch.setattr(wrap, "JOINED_NBYTES", 2 * 256)
-    monkeypatch.setattr(wrap, "JOINED_TRAINED_NBYTES", 3 * 256)
 
-    def sizes(rule: wrap.Wrap, stay_gathered: bool) -> list[int]:
-        return [len(group) for group in wrap.checked_groups(layers, rule, stay_gathered)]
+    def sizes(rule: wrap.Wrap, joined_trained: int) -> list[int]:
+        return [len(group) for group in wrap.checked_groups(layers, rule, joined_trained)]
 
-    assert sizes(wrap.automatic(), False) == [2, 2, 2, 2]
-    assert sizes(wrap.automatic(), True) == [3, 5]
-    assert sizes(wrap.automatic(joined_nbytes=256), True) == [1, 1, 1, 5]
-    assert sizes(wrap.automatic(joined_nbytes=0), True) == [1] * 8
+    assert sizes(wrap.automatic(), 0) == [2, 2, 2, 2]
+    assert sizes(wrap.automatic(), 3 * 256) == [3, 5]
+    assert sizes(wrap.automatic(joined_nbytes=256), 3 * 256) == [1, 1, 1, 5]
+    assert sizes(wrap.automatic(joined_nbytes=0), 3 * 256) == [1] * 8
 
 
 def test_a_rule_says_what_it_is_and_travels_to_other_processes() -> None:

@@ -41,7 +41,7 @@ from shardwise.plan.forecast.rates import Rates
 from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
 from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.forecast.work import Span, StepWork
-from shardwise.plan.residency import stays_gathered
+from shardwise.plan.residency import joined_trained
 from shardwise.plan.units.structure import all_nbytes
 from shardwise.plan.units.units import Units
 from shardwise.plan.units.wrap import automatic
@@ -143,7 +143,7 @@ class Planner:
             (first, _), *_ = self._time(candidate, depth).micro_batches
             return (first.computed.total,)
 
-        key = "computed", candidate.micro_batch, candidate.recompute, self._stays(candidate)
+        key = "computed", candidate.micro_batch, candidate.recompute, self._joined(candidate)
         once = self._once(key, lambda: self._line(candidate, total)[0])
         return once * self.question.micro_batches(candidate)
 
@@ -288,23 +288,23 @@ class Planner:
 
     def _units(self, candidate: Candidate, depth: _Depth) -> Units:
         """One object for all candidates that have the same: what follows is made once for it."""
-        stays, wrap = self._stays(candidate), self.question.arguments.get("wrap")
+        joined, wrap = self._joined(candidate), self.question.arguments.get("wrap")
 
         def make() -> Units:
-            units = units_of(depth.model, wrap, self._options(candidate, depth.model), stays)
+            units = units_of(depth.model, wrap, self._options(candidate, depth.model), joined)
             return self._once(("units of", *(unit.modules for unit in units)), lambda: units)
 
-        return self._once(("units", stays, bool(candidate.recompute), depth.blocks), make)
+        return self._once(("units", joined, bool(candidate.recompute), depth.blocks), make)
 
-    def _stays(self, candidate: Candidate) -> bool:
+    def _joined(self, candidate: Candidate) -> int:
         """Return what units depend on, besides recomputation: of all blocks, not a few."""
         placement, model = placement_of(candidate.strategy), self.question.model
 
-        def make() -> bool:
-            options, shard = self._options(candidate, model), self._grid(candidate).shard
-            return stays_gathered(model, placement, shard, options)
+        def make() -> int:
+            options = self._options(candidate, model)
+            return joined_trained(model, placement, self._grid(candidate), options)
 
-        return self._once(("stays", *_drawn(candidate)), make)
+        return self._once(("joined", *_drawn(candidate)), make)
 
     def _options(self, candidate: Candidate, model: nn.Module) -> Options:
         given = {key: value for key, value in self.question.arguments.items() if key != "wrap"}

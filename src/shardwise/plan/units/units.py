@@ -132,11 +132,11 @@ def choose_units(
     model: nn.Module,
     wrap: Wrap | None = None,
     ignored: Ignored = (),
-    stay_gathered: bool = False,
+    joined_trained: int = 0,
 ) -> Units:
     """Divide a model's parameters into units, by default those of ``wrap.automatic()``.
 
-    Those that are ``ignored`` are in none. More is joined where parameters stay gathered.
+    Those that are ``ignored`` are in none. ``joined_trained``: see there.
 
     Pure, and the same on every rank. The model may be on the meta device.
 
@@ -145,7 +145,7 @@ def choose_units(
             rule does not fit the model.
     """
     _refuse_unfit(model)
-    groups = checked_groups(model, wrap or automatic(), stay_gathered)
+    groups = checked_groups(model, wrap or automatic(), joined_trained)
     grouping = _Grouping(model, [*groups, *_called_parts(model, groups)])
     left_alone = ignored_params(model, ignored)
     members = [member for member in _members(model) if member.param not in left_alone]

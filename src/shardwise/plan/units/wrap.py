@@ -43,7 +43,7 @@ __all__ = [
 
 # Measured: benchmarks/RESULTS.md, "Small programs beside DDP".
 JOINED_NBYTES = 4 << 20  # of what is gathered for each use
-JOINED_TRAINED_NBYTES = 16 << 20  # of what is only reduced, since parameters stay gathered
+JOINED_TRAINED_NBYTES = 32 << 20  # of what is only reduced, since parameters stay gathered
 
 ClassLike = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 ModuleLike = nn.Module | str | Iterable[nn.Module | str]
@@ -78,7 +78,7 @@ def automatic(joined_nbytes: int | None = None) -> Wrap:
         joined_nbytes: the most bytes of what is joined; by default 4 MiB, ``0`` joins nothing.
             Where all parameters stay gathered (``no_shard``, ``zero1``, and models that
             ``unsharded=`` leaves whole by default), only those that are trained count, since
-            nothing else is sent, and the default is 16 MiB.
+            nothing else is sent, and the default is 32 MiB, in shared memory 16 MiB.
     """
     return Wrap("automatic()", pick_by_structure, joined_nbytes)
 
@@ -166,15 +166,14 @@ def called_modules(model: nn.Module) -> dict[nn.Module, str]:
     return {m: name for name, m in named if has_forward(m) and m not in uncalled}
 
 
-def checked_groups(model: nn.Module, wrap: Wrap, stay_gathered: bool = False) -> list[Group]:
+def checked_groups(model: nn.Module, wrap: Wrap, joined_trained: int = 0) -> list[Group]:
     """The groups that the policy picks, or a ``ConfigError``; without those of the root."""
     names = {module: name for name, module in model.named_modules()}
     called, picked_modules = called_modules(model), set[nn.Module]()
     groups = [group for group in wrap.pick(model) if group and model not in group]
     if wrap.joined_nbytes != 0:
-        measured = JOINED_TRAINED_NBYTES if stay_gathered else JOINED_NBYTES
-        counted = trained_nbytes if stay_gathered else all_nbytes
-        groups = joined(model, groups, wrap.joined_nbytes or measured, counted)
+        most = wrap.joined_nbytes or joined_trained or JOINED_NBYTES
+        groups = joined(model, groups, most, trained_nbytes if joined_trained else all_nbytes)
     for module in (module for group in groups for module in group):
         _check_pick(module, names, wrap)
         if module not in called:
