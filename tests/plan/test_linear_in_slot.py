@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -103,6 +104,26 @@ def test_gradients_have_the_bits_of_the_ordinary_way(
         assert one.keys() == other.keys()
         same = torch.allclose if compute is with_graph else torch.equal  # sums of another order
         assert all(same(one[name], other[name]) for name in one)
+
+
+class Counted(nn.Module):
+    """A parametrization that changes with each call, as that of spectral norm does."""
+
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight
+
+
+def test_a_parametrized_weight_is_computed_once_a_pass_and_never_to_see_its_size() -> None:
+    layer, counted = nn.Linear(4, 6), Counted()
+    parametrize.register_parametrization(layer, "weight", counted)
+    model, counted.calls = nn.Sequential(layer), 0
+    sw.shard(model, comm=LocalComm())
+    assert counted.calls == 0
+    backward(model, rows(0))
+    assert counted.calls == 1
 
 
 @pytest.mark.parametrize("precision", [sw.Precision(), BF16], ids=["float32", "bfloat16"])

@@ -22,6 +22,7 @@ from shardwise.torch_internals import (
     apply_of,
     computes_forward_derivatives,
     is_transformed,
+    parameters_of,
     unwrap_if_dead,
 )
 
@@ -30,9 +31,10 @@ LARGE = 1 << 18  # elements of a weight: below this a copy costs less than a nod
 
 def is_large(module: nn.Module) -> bool:
     """Does it compute as torch's own linear map does, with a weight that is worth it?"""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return False
-    return "forward" not in vars(module) and module.weight.numel() >= LARGE
+    own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    # Where a parametrization computes it, to read it would change that of spectral norm.
+    weight = parameters_of(module).get("weight")
+    return own and "forward" not in vars(module) and weight is not None and weight.numel() >= LARGE
 
 
 def linear_in_slot(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -83,14 +85,9 @@ class _Linear(torch.autograd.Function):
         rows, inputs = grad.reshape(-1, columns.shape[1]), x.reshape(-1, x.shape[-1])
         slot = None if torch.is_grad_enabled() or not to_columns else ctx.lend(rows.dtype)
         # One product after the other: what Python needs, the cache has lost after each.
-        of_x = F.linear(rows, columns) if to_x else None
-        of_weight = torch.mm(rows.t(), inputs, out=slot) if to_columns else None
-        return (
-            rows.sum(0) if to_bias else None,
-            None if of_x is None else of_x.view(x.shape),
-            None if of_weight is None else of_weight.t(),
-            None,
-        )
+        of_x = F.linear(rows, columns).view(x.shape) if to_x else None
+        of_columns = torch.mm(rows.t(), inputs, out=slot).t() if to_columns else None
+        return rows.sum(0) if to_bias else None, of_x, of_columns, None
 
 
 _apply: Callable[..., Tensor] = apply_of(_Linear)
