@@ -807,6 +807,38 @@ def test_elsewhere_every_rank_says_at_once_that_they_differ(
         run(2, rank, timeout=30.0)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(0.0, "parameters [(]"), (0.2, r"parameters, after 1 × SGD.step\(\) with lr 0.2, 0.1 ")],
+    ids=["skipped", "another_rate"],
+)
+def test_a_rank_that_updates_otherwise_than_others_is_named_in_the_next_step(
+    run: Callable[..., list[Any]], strategy: str, rate: float, said: str
+) -> None:
+    """A loss that one rank alone leaves out, or a scheduler that looks at the rank's own loss."""
+    models = [Chain(), Chain()]
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sw.shard(model, strategy, comm=comm)
+        first, *others = model.parameters()
+        groups = [{"params": [first]}, {"params": others}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        for step in range(3):
+            train(model, BATCHES[comm.rank])
+            if comm.rank == step == 1:
+                optimizer.param_groups[0]["lr"] = rate
+            if optimizer.param_groups[0]["lr"]:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(sw.RanksDisagree, match="rank 1 is at agree used " + said) as error:
+        run(2, rank, timeout=30.0)
+    assert "parameters, after 1 × SGD.step() with lr 0.1 (" in str(error.value)
+
+
 def test_what_one_rank_alone_called_is_named_with_its_line() -> None:
     models = [Chain(), Chain()]
 

@@ -110,8 +110,7 @@ def _show(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     kwargs.show(kwargs.params)
     if is_blockwise(optimizer):
         make_state(optimizer, kwargs.params)
-    for name in kwargs.keys() & {"closure"}:
-        kwargs[name] = kwargs.hiding(kwargs[name])
+    kwargs.update({name: kwargs.hiding(kwargs[name]) for name in kwargs.keys() & {"closure"}})
     return (*args[:1], *map(kwargs.hiding, args[1:])), kwargs
 
 
@@ -121,23 +120,18 @@ def _hide(_optimizer: Optimizer, _args: Any, kwargs: dict[str, Any]) -> None:
         kwargs.hide()
 
 
-# Of each optimizer that stepped on shards, the handles of these two hooks.
-_around: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = (
-    weakref.WeakKeyDictionary()
-)
+# Of each optimizer that stepped on shards, the handle of the first of these two hooks.
+_shown: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 def _hook_around(optimizer: Optimizer) -> None:
     """Call ``_show`` as the last hook before the step, and ``_hide`` as the first one after it."""
-    if optimizer not in _around:
-        before = optimizer.register_step_pre_hook(_show)
-        _around[optimizer] = before, optimizer.register_step_post_hook(_hide)
-        after = _around[optimizer][1]
+    if optimizer not in _shown:
+        _shown[optimizer] = optimizer.register_step_pre_hook(_show)
+        after = optimizer.register_step_post_hook(_hide)
         hooks_behind(after).move_to_end(after.id, last=False)
-    before = _around[optimizer][0]
-    hooks = hooks_behind(before)
-    if next(reversed(hooks)) != before.id:
-        hooks.move_to_end(before.id)
+    before = _shown[optimizer]
+    hooks_behind(before).move_to_end(before.id)
 
 
 @dataclass
@@ -159,7 +153,7 @@ class OptimizerHooks:
 
     Args:
         params: the model's parameters.
-        before_update: a method, held weakly, called before an optimizer that holds any steps.
+        before_update: a method, held weakly, called with ``_update_of`` an optimizer that steps.
         between_steps: a method, held weakly, that gives the model's buckets, or raises while a
             step is under way.
         comm: the ranks.
@@ -171,7 +165,7 @@ class OptimizerHooks:
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        before_update: Callable[[], None],
+        before_update: Callable[[str], None],
         between_steps: Callable[[str], Sequence[Bucket]],
         comm: Comm,
         trained_by_others: Callable[[Iterable[nn.Parameter]], set[int]],
@@ -236,7 +230,7 @@ class OptimizerHooks:
         if not (before_update := self._before_update()):
             return None
         if params := self._params_of(optimizer):
-            before_update()
+            before_update(_update_of(optimizer))
             self.admit(optimizer)
         if self._warns and self._known:  # the model is trained
             self._warn_of_plain(optimizer)
@@ -336,6 +330,13 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         pairs = zip(names, params, strict=True)
         plain += [pair for pair in pairs if pair[1].requires_grad and sharding_of(pair[1]) is None]
     return [(name or f"one of shape {tuple(param.shape)}", param) for name, param in plain]
+
+
+def _update_of(optimizer: Optimizer) -> str:
+    """The class and learning rates of a step, which are to be alike on all ranks."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    known = dict.fromkeys(str(rate) for rate in rates if not isinstance(rate, Tensor))
+    return f"{type(optimizer).__name__}.step() with lr {', '.join(known)}"
 
 
 def _has_no_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> bool:

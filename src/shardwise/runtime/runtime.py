@@ -281,8 +281,9 @@ class Runtime:
         self._expire(self.units, steps_only)
         gathered.clear()
 
-    def expect_update(self) -> None:
+    def expect_update(self, *updates: str) -> None:
         """Parameters are updated next, or their gradients scaled: between steps, on all ranks."""
+        self.trained.updates.update(updates)
         for entry in self.before_update:
             entry()
         self.end_step(steps_only=True)

@@ -10,6 +10,7 @@ gradients when the first one arrives.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
@@ -45,6 +46,7 @@ class Trained:
         self.params = [bucket.params[index] for bucket, index in self._places]
         self._flags = [bucket.trainable for bucket, _ in self._places]  # one for each parameter
         self._unreduced: frozenset[Bucket] = frozenset()  # with gradients that were not averaged
+        self.updates: Counter[str] = Counter()  # by optimizers, since ranks were last asked
         self._apply()
 
     def update(self) -> None:
@@ -70,10 +72,11 @@ class Trained:
     def ask_used(self) -> Callable[[], list[bool]]:
         arrived: list[bool] = []
         for bucket in self.buckets:
-            touched, count = bucket.gradients.touched, len(bucket.params)
-            every = len(touched) == count
-            arrived += [True] * count if every else [index in touched for index in range(count)]
-        return ask_used(arrived, self._comm)
+            touched, n = bucket.gradients.touched, len(bucket.params)
+            arrived += [True] * n if len(touched) == n else [index in touched for index in range(n)]
+        updates = "".join(f", after {n} × {text}" for text, n in sorted(self.updates.items()))
+        self.updates.clear()
+        return ask_used(arrived, self._comm, updates)
 
     def end_backward(self, used: Callable[[], list[bool]] | None) -> None:
         """Give every shard its mean gradient, or what this rank has collected so far.
@@ -139,13 +142,14 @@ def _wrong_dtype(bucket: Bucket, index: int, stored: torch.dtype | None) -> Sche
     )
 
 
-def ask_used(arrived: Sequence[bool], comm: Comm) -> Callable[[], list[bool]]:
+def ask_used(arrived: Sequence[bool], comm: Comm, updates: str = "") -> Callable[[], list[bool]]:
     """Ask which parameters had a gradient on any rank; call the answer to wait. A collective.
 
     A plain training step leaves ``.grad`` at ``None`` where no gradient came, and an optimizer then
     leaves the parameter and its state alone. Ranks that take different branches would disagree
     about that, so each sends one byte for each parameter. The bytes are sent before the last
     reductions are waited for and read after them, so they cost no waiting of their own.
+    The label has the ``updates``: a rank that skips one, or has another learning rate, is named.
     """
     mine = list(arrived)
     if comm.size == 1 or not mine:
@@ -154,7 +158,7 @@ def ask_used(arrived: Sequence[bool], comm: Comm) -> Callable[[], list[bool]]:
     rows = flags.view(comm.size, -1)
     if not (every := all(mine)):  # as usual; to read the others' bytes would wait for the device
         rows[comm.rank] = torch.tensor(mine, dtype=torch.uint8)
-    pending = comm.all_gather(flags, Label("agree", "used parameters"))
+    pending = comm.all_gather(flags, Label("agree", f"used parameters{updates}"))
 
     def answer() -> list[bool]:
         pending.wait()
