@@ -290,6 +290,9 @@ def _refused(comm: Comm) -> str:
     sharded = sw.shard(nn.Linear(4, 4), comm=comm)
     # Another folder on each rank, by the same name.
     text = said(sw.CheckpointError, lambda: sharded.save("run/step-1"))
+    saving = sharded.save_async("run/step-1")  # whose writers look for the folder
+    assert saving is not None
+    assert text in said(sw.CheckpointError, saving.wait)
     sharded.save("run/step-2", kind="full")
     loaded = sharded.resume("run")
     assert loaded is not None

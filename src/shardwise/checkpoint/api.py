@@ -18,6 +18,7 @@ from shardwise.checkpoint.one_file import SavedFile, save_one_file
 from shardwise.checkpoint.optimizer_state import Given
 from shardwise.checkpoint.optimizer_state_dict import optimizer_state, put_optimizer_state
 from shardwise.checkpoint.options import (
+    Asked,
     Loaded,
     LoadOptions,
     Saved,
@@ -60,9 +61,9 @@ def save(
     Raises:
         CheckpointError: on every rank alike; what was under ``path`` before still is.
     """
-    request = _save_request(self, "save()", locals())
+    asked = _save_request(self, "save()", locals())
     self._background.wait_pending()
-    return writing.save(self, request)
+    return writing.save(self, asked)
 
 
 @named
@@ -91,26 +92,25 @@ def save_async(
         The running save: call its ``wait()`` before the process ends. ``None`` if the previous
         save is still being written and ``when_busy`` is ``"skip"``.
     """
-    request = _save_request(self, "save_async()", locals())
-    saving: Saving | None = self._background.save(self, request)
+    asked = _save_request(self, "save_async()", locals())
+    saving: Saving | None = self._background.save(self, asked, path, when_busy == "skip")
     return saving
 
 
-def _save_request(sharded: ShardedModel, call: str, given: Mapping[str, Any]) -> SaveRequest:
+def _save_request(sharded: ShardedModel, call: str, given: Mapping[str, Any]) -> Asked:
     optimizers = sharded.admitted(f"{call} was called", given["optimizer"])
 
-    def chosen() -> SaveOptions:
+    def asked() -> SaveRequest:
         options = taken(SaveOptions, given)
         if options.kind == "full" and call == "save_async()":
             raise ConfigError(
                 "save_async() does not support kind='full': training would wait while rank 0 "
                 "writes everything. Pass kind='sharded', or call save()."
             )
-        return options
+        background = call == "save_async()"
+        return SaveRequest(given["path"], optimizers, given["training"], options, background)
 
-    options = raise_on_all(sharded.comm, f"options of {call}", chosen)
-    background = call == "save_async()"
-    return SaveRequest(given["path"], optimizers, given["training"], options, background)
+    return asked
 
 
 @named

@@ -31,8 +31,8 @@ from shardwise.checkpoint.collectives import (
 )
 from shardwise.checkpoint.disk import explained, host, text_of
 from shardwise.checkpoint.failpoints import hit
-from shardwise.checkpoint.options import Saved, SaveRequest
-from shardwise.checkpoint.save import Task, begin, finish, give_up
+from shardwise.checkpoint.options import Asked, Saved
+from shardwise.checkpoint.save import Task, begin, check_shared, finish, give_up
 from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.writer import Part, Writer
 from shardwise.comm.protocol import Comm, Label
@@ -203,6 +203,7 @@ class Saving:
 
     def _write(self) -> Part:
         rank, contents = self._comm.rank, self._task.contents
+        check_shared(self._task.folder)
         with (
             Writer(self._task.folder, rank, contents.total(rank), contents.block) as writer,
             closing(self._copying.chunks()) as chunks,
@@ -247,23 +248,20 @@ class Background:
         self._ranks_here = 0  # of this host; 0: not counted yet
         self.loaded_token = ""  # of the checkpoint that was loaded last, which no save removes
 
-    def save(self, sharded: ShardedModel, request: SaveRequest) -> Saving | None:
-        """Start to save; ``None`` if one is under way and ``when_busy`` is ``"skip"``."""
-        options = request.options
-        if options.when_busy == "skip" and not self.check():
-            if sharded.comm.rank == 0:
-                log.warning(
-                    "%s is not saved: the save before it is still being written", request.path
-                )
+    def save(self, sharded: ShardedModel, asked: Asked, path: object, skips: bool) -> Saving | None:
+        """Start to save; ``None`` if one is under way and this one ``skips``."""
+        comm = sharded.comm
+        if skips and not self.check():
+            if comm.rank == 0:
+                log.warning("%s is not saved: the save before it is still being written", path)
             return None
         self.wait_pending()
-        comm = sharded.comm
         if not self._ranks_here:
             self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
-        task = begin(sharded, request)
-        budget = options.snapshot_bytes or budget_of(self._ranks_here)
+        task = begin(sharded, asked)
+        budget = task.request.options.snapshot_bytes or budget_of(self._ranks_here)
         pool = Pool(budget, pinned=comm.device.type != "cpu")
-        saving = Saving(task, comm, pool, Watched(sharded, request.optimizers))
+        saving = Saving(task, comm, pool, Watched(sharded, task.request.optimizers))
         try:
             saving.begin()
         except BaseException:

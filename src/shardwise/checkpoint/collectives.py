@@ -15,7 +15,6 @@ from threading import Event
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from shardwise import errors
 from shardwise.checkpoint.disk import explained, text_of, write_file
@@ -38,33 +37,33 @@ def all_gather_object(comm: Comm, value: T, what: str) -> list[T]:
     A gather alone would pad all texts to the longest: if one of 256 ranks sends 8 MB, each would
     need 2 GB. So only the beginnings are gathered, and the rest is broadcast.
     """
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    length = torch.tensor([len(data)]).view(torch.uint8)
-    gathered = _all_gather_row(comm, torch.cat((length, data[:FIRST])), len(length) + FIRST, what)
-    counts = gathered[:, : len(length)].contiguous().view(torch.int64).flatten().tolist()
-    width, begins = FIRST, gathered[:, len(length) :]
+    data, length = json.dumps(value).encode(), 8
+    first = len(data).to_bytes(length, "little") + data[:FIRST]
+    gathered = _all_gather_bytes(comm, first, length + FIRST, what)
+    counts = [int.from_bytes(row[:length], "little") for row in gathered]
+    width, begins = FIRST, [row[length:] for row in gathered]
     if max(counts) > FIRST:
         width = min(SHORT, max(counts))
-        begins = _all_gather_row(comm, data[:width], width, what)
+        begins = _all_gather_bytes(comm, data[:width], width, what)
     values = []
     for rank, (begin, count) in enumerate(zip(begins, counts, strict=True)):
-        text = begin[:count].numpy().tobytes()
+        text = begin[:count]
         if count > width:
             rest = torch.empty(count - width, dtype=torch.uint8, device=comm.device)
             if rank == comm.rank:
-                rest.copy_(data[width:])
+                rest.copy_(torch.frombuffer(bytearray(data[width:]), dtype=torch.uint8))
             comm.broadcast(rest, rank, Label("broadcast", what)).wait()
             text += rest.cpu().numpy().tobytes()
         values.append(json.loads(text))
     return values
 
 
-def _all_gather_row(comm: Comm, row: Tensor, width: int, what: str) -> Tensor:
-    """Every rank's ``row``, ``[world, width]`` in host memory. A collective."""
+def _all_gather_bytes(comm: Comm, data: bytes, width: int, what: str) -> list[bytes]:
+    """Every rank's ``data``, padded to ``width``, by rank. A collective."""
     rows = torch.zeros(comm.size, width, dtype=torch.uint8, device=comm.device)
-    rows[comm.rank, : len(row)] = row.to(comm.device)
+    rows[comm.rank, : len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     comm.all_gather(rows.view(-1), Label("gather", what)).wait()
-    return rows.cpu()
+    return [row.tobytes() for row in rows.cpu().numpy()]
 
 
 def broadcast_object(comm: Comm, value: T, what: str) -> T:

@@ -11,13 +11,15 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from shardwise.checkpoint.plan import Entry, Held
 from shardwise.checkpoint.safetensors_format import code_of
 from shardwise.checkpoint.wrappers import bare_names
-from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.parameters import Bucket
+from shardwise.memory.sharding import sharding_of
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.plan.layout.layout import Layout, Slot
 from shardwise.plan.units.units import Member
@@ -26,8 +28,7 @@ from shardwise.torch_internals import buffers_of, parameters_of
 log = logging.getLogger("shardwise")
 
 
-@dataclass(frozen=True, eq=False)
-class LocalShard:
+class LocalShard(NamedTuple):
     """A tensor to store.
 
     Attributes:
@@ -41,7 +42,7 @@ class LocalShard:
 
     def clone(self) -> LocalShard:
         """The same, of the value as it is now."""
-        return replace(self, value=self.value.detach().clone())
+        return self._replace(value=self.value.detach().clone())
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,19 +53,22 @@ class ParamShard:
         held: who holds which elements.
         value: this rank's part of it, as at rest.
         start: which element of the flattened parameter the first of them is.
-        sharding: how the ranks put their parts together; ``None``: every rank has all of it.
+        bucket, index: that it is of, and its number there.
     """
 
     member: Member
     held: tuple[Held, ...]
     value: Tensor
     start: int
-    sharding: Sharding | None
+    bucket: Bucket
+    index: int
 
     def stored_as(self, name: str, value: Tensor, block: int = 1) -> LocalShard:
         """A tensor that has one element for each ``block`` of the parameter's."""
-        shape = tuple(self.member.shape) if block == 1 else (-(-self.member.numel // block),)
-        held = tuple(Held(h.start // block, -(-h.stop // block), h.ranks) for h in self.held)
+        shape, held = tuple(self.member.shape), self.held
+        if block != 1:
+            shape = (-(-self.member.numel // block),)
+            held = tuple(Held(h.start // block, -(-h.stop // block), h.ranks) for h in held)
         entry = Entry(name, code_of(value.dtype, name), shape, held)
         return LocalShard(entry, value, self.start // block)
 
@@ -75,13 +79,10 @@ def param_shards(sharded: ShardedModel) -> list[ParamShard]:
     for bucket in sharded.buckets:
         bucket.adopt()
         spec = bucket.spec
-        views, slots = spec.rest_views(bucket.shard), spec.slots
-        held = _held(spec.layout, tuple(slots), spec.shard.size, spec.replicate.size)
-        for k in sorted(range(len(views)), key=lambda k: (slots[k].start, slots[k].stop)):
-            sharding = bucket.sharding(k)
-            split = sharding if sharding.placement == "fully_sharded" else None
+        views, sizes = spec.rest_views(bucket.shard), (spec.shard.size, spec.replicate.size)
+        for k, held, start in _places(spec.layout, tuple(spec.slots), *sizes, spec.position):
             member = bare_member(spec.members[k], bare)
-            shards.append(ParamShard(member, held[k], views[k], sharding.start, split))
+            shards.append(ParamShard(member, held, views[k], start, bucket, k))
     return shards
 
 
@@ -93,17 +94,21 @@ def bare_member(member: Member, bare: Callable[[str], str]) -> Member:
 
 
 @lru_cache(maxsize=1 << 10)  # every save of a run has the same layout
-def _held(
-    layout: Layout, slots: tuple[Slot, ...], shards: int, copies: int
-) -> list[tuple[Held, ...]]:
-    """Return who holds what of each slot: of a shard all its copies, or of a piece one rank."""
+def _places(
+    layout: Layout, slots: tuple[Slot, ...], shards: int, copies: int, position: int
+) -> list[tuple[int, tuple[Held, ...], int]]:
+    """Every slot, in order: its number, who holds what, and which element is the first here."""
 
-    def ranks(part: int) -> tuple[int, ...]:
+    def ranks(part: int) -> tuple[int, ...]:  # of a shard all its copies, or of a piece one
         if layout.world > shards:
             return (part % copies * shards + part // copies,)
         return tuple(range(part, shards * copies, shards))
 
-    return [tuple(Held(*layout.owned(s, p), ranks(p)) for p in layout.owners(s)) for s in slots]
+    return [
+        (k, tuple(Held(*layout.owned(s, p), ranks(p)) for p in layout.owners(s)), here)
+        for k, s in sorted(enumerate(slots), key=lambda pair: (pair[1].start, pair[1].stop))
+        for here, _ in [layout.owned(s, position)]
+    ]
 
 
 def weights(

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def _plan(sharded: ShardedModel, wanted: Wanted, one_writer: bool) -> SavePlan:
     stored: dict[str, LocalShard] = {}
     for shard in shards:
         for name in [n for n in names[shard.entry.name] if wanted is None or wanted(n)][:1]:
-            stored[name] = replace(shard, entry=replace(shard.entry, name=name))
+            stored[name] = shard._replace(entry=shard.entry._replace(name=name))
     if not stored:
         raise CheckpointError(
             "names= chose none of the model's tensors, so no file was written. Names are those of "

@@ -96,13 +96,10 @@ def local_state(optimizer: Optimizer, named: Named) -> LocalState:
 
 def groups_of(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
     """The optimizer's groups, with names in place of parameters."""
-    return [
-        {
-            **group,
-            "params": [named.shard(param, optimizer).member.name for param in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
+    names = {id(param): named.shard(param, optimizer).member.name for param in params_of(optimizer)}
+    renamed = ([names[id(param)] for param in group["params"]] for group in optimizer.param_groups)
+    groups = zip(optimizer.param_groups, renamed, strict=True)
+    return [{**group, "params": params} for group, params in groups]
 
 
 def record_of(kind: str, groups: Sequence[Mapping[str, Any]], values: ByName) -> dict[str, Any]:

@@ -112,6 +112,9 @@ class SaveRequest:
     background: bool = False  # forward passes change buffers before all is copied
 
 
+Asked = Callable[[], SaveRequest]  # it raises where options are wrong
+
+
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint that is complete.

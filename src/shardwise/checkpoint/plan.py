@@ -19,7 +19,6 @@ import gc
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -61,8 +60,7 @@ class Move(NamedTuple):
     writer: int
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor to be stored.
 
     Attributes:
@@ -175,17 +173,10 @@ def _planned(
         parts[-1].append(entry)
         room -= entry.nbytes
     names = _file_names(stem, len(parts))
-    with _without_collection():
-        return tuple(_plan(*part, one_writer, block) for part in zip(names, parts, strict=True))
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Planning makes hundreds of thousands of tuples that stay: three times as fast so."""
     was_on = gc.isenabled()
-    gc.disable()
+    gc.disable()  # three times as fast: planning makes hundreds of thousands of tuples that stay
     try:
-        yield
+        return tuple(_plan(*part, one_writer, block) for part in zip(names, parts, strict=True))
     finally:
         if was_on:
             gc.enable()

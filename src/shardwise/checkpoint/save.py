@@ -1,7 +1,7 @@
 """Saving: every rank writes its own bytes, and rank 0 publishes the folder.
 
     1. decide      what is stored in which bytes of which files; compared between ranks
-    2. begin       rank 0 makes a partial folder and empty files; every rank must see it
+    2. begin       rank 0 makes a partial folder and empty files, which every rank must see
     3. exchange    the bytes at the edges of pages
     4. write       every rank its own bytes, checksums on the way, synced
     5. publish     rank 0: headers → small files → manifest → rename → folder
@@ -32,11 +32,11 @@ from shardwise.checkpoint.folder import (
     new_token,
     remove_stale_partials,
 )
-from shardwise.checkpoint.options import Saved, SaveOptions, SaveRequest
+from shardwise.checkpoint.options import Asked, Saved, SaveRequest
 from shardwise.checkpoint.publish import publish_files
 from shardwise.checkpoint.recognise import LATEST, is_ours, step_of
 from shardwise.checkpoint.run_folder import Retention, apply_retention
-from shardwise.checkpoint.save_plan import SavePlan, plan_save
+from shardwise.checkpoint.save_plan import SavedState, SavePlan, plan_save, state_to_save, sums_of
 from shardwise.checkpoint.segments import exchange_edges
 from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Part, allocate, check_parts
@@ -55,7 +55,7 @@ class Task:
     contents: SavePlan
     facts: Mapping[str, Any]  # fields of the manifest: who saved it
     resumed_from: str  # token of the checkpoint that the run goes on from; "" if there is none
-    options: SaveOptions
+    request: SaveRequest
     partial: Partial | None  # the folder that is being written, on rank 0
 
     @property
@@ -64,13 +64,13 @@ class Task:
         return self.final.with_name(f"{self.final.name}.partial-{self.token}")
 
 
-def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
+def save(sharded: ShardedModel, asked: Asked) -> Saved:
     """Write a checkpoint that any number of ranks can load. A collective, between steps."""
     start = time.perf_counter()
     comm = sharded.comm
-    task = begin(sharded, request)
+    task = begin(sharded, asked)
     try:
-        parts = task.contents.write(comm, task.folder, request.options.kind == "full")
+        parts = task.contents.write(comm, task.folder, task.request.options.kind == "full")
         _, told = agreed(comm, "publishing", lambda: finish(task, parts), tell=lambda gone: gone)
     except BaseException:
         give_up(task)
@@ -78,51 +78,70 @@ def save(sharded: ShardedModel, request: SaveRequest) -> Saved:
     return Saved(task.final, task.contents.nbytes, time.perf_counter() - start, tuple(told[0]))
 
 
-def begin(sharded: ShardedModel, request: SaveRequest) -> Task:
+def begin(sharded: ShardedModel, asked: Asked) -> Task:
     """Phases 1 to 3. A collective."""
-    comm, final = sharded.comm, Path(request.path).expanduser().absolute()
-    training, options = request.training, request.options
-    step = step_of(final.name) if training is None or training.step is None else training.step
-    if request.optimizers or training is not None:
-        training = replace(training or Training(), step=step)
+    comm, token = sharded.comm, new_token()
     # First what may fail on one rank alone, and what decides which collectives follow.
-    request = replace(request, training=training)
-    values, _ = agreed(
-        comm, "what is saved", lambda: _values(training), lambda values: _facts(request, values)
+    (request, state), told = agreed(
+        comm,
+        "what is saved",
+        lambda: _chosen(sharded, asked()),
+        lambda chosen: _facts(*chosen),
+        lambda chosen: _told(token, *chosen),
     )
-    contents = plan_save(sharded, request, values)
-    metric = None if training is None or training.metric is None else float(training.metric)
-    own = (new_token(), metric) if comm.rank == 0 else None
-    _, told = agreed(comm, "files", lambda: own, lambda _: contents.facts(), lambda own: own)
-    token, metric = told[0]
-    stated = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
-    stated |= {"kind": options.kind, "metric": metric}
-    partial = raise_on_all(
-        comm, "beginning", lambda: None if comm.rank else _make_folder(final, token, contents)
-    )
-    task = Task(final, token, contents, stated, sharded._background.loaded_token, options, partial)
+    token, final, kind = told[0][0], _final(request), request.options.kind
+    training, partials = request.training, list[Partial]()
+
+    def plan() -> SavePlan:
+        contents = plan_save(comm, request, state, [own for _, *own in told])
+        if comm.rank == 0:
+            partials.append(_make_folder(final, token, contents))
+        return contents
+
     try:
-        if options.kind != "full":  # of that kind all bytes move to rank 0 as they are written
-            raise_on_all(comm, "looking for the folder", lambda: _check_shared(task.folder))
+        contents, _ = agreed(comm, "files", plan, SavePlan.facts)
+        step, metric = (training.step, training.metric) if training else (step_of(final.name), None)
+        stated = {"world": comm.size, "strategy": sharded.placement.name, "step": step}
+        stated |= {"kind": kind, "metric": None if metric is None else float(metric)}
+        before, partial = sharded._background.loaded_token, partials[0] if partials else None
+        task = Task(final, token, contents, stated, before, request, partial)
+        if not (request.background or kind == "full"):  # a thread looks for itself; rank 0 writes
+            raise_on_all(comm, "looking for the folder", lambda: check_shared(task.folder))
+        if kind != "full":  # of that kind all bytes move to rank 0 as they are written
             exchange_edges(comm, contents.segments)
     except BaseException:
-        give_up(task)
+        for partial in partials:
+            partial.abandon()
         raise
     return task
 
 
-def _values(training: Training | None) -> dict[str, Any]:
-    return training_state.values_of(training) if training else {}
+def _chosen(sharded: ShardedModel, request: SaveRequest) -> tuple[SaveRequest, SavedState]:
+    training = request.training
+    if request.optimizers or training is not None:
+        training = training or Training()
+        step = step_of(_final(request).name) if training.step is None else training.step
+        request = replace(request, training=replace(training, step=step))
+    return request, state_to_save(sharded, request)
 
 
-def _facts(request: SaveRequest, values: Mapping[str, Any]) -> dict[str, str]:
+def _told(token: str, request: SaveRequest, state: SavedState) -> tuple[Any, ...]:
+    return token, state.values.get("local"), sums_of(state.whole) if request.training else {}
+
+
+def _final(request: SaveRequest) -> Path:
+    return Path(request.path).expanduser().absolute()
+
+
+def _facts(request: SaveRequest, state: SavedState) -> dict[str, str]:
     training, kind = request.training, str(request.options.kind)
     facts = {"path": str(request.path), "kind of checkpoint": kind}
     facts |= {"optimizers": str(len(request.optimizers)), "training state": str(bool(training))}
-    return facts | (training_state.facts_of(training, values) if training else {})
+    return facts | (training_state.facts_of(training, state.values) if training else {})
 
 
-def _check_shared(folder: Path) -> None:
+def check_shared(folder: Path) -> None:
+    """Raises ``CheckpointError`` where this rank does not see the folder that rank 0 made."""
     if not folder.is_dir():
         raise CheckpointError(
             f"on {socket.gethostname()}, {folder.parent} does not show the folder that rank 0 has "
@@ -179,7 +198,7 @@ def _settle(task: Task) -> tuple[str, ...]:
         return ()
     with explained(f"pointing {LATEST} at {task.final.name}, which is complete,"):
         move_latest(task.final)
-    if (limit := task.options.save_total_limit) is None:
+    if (limit := task.request.options.save_total_limit) is None:
         return ()
-    keep = Retention(limit, task.options.keep_best, (task.token, task.resumed_from))
+    keep = Retention(limit, task.request.options.keep_best, (task.token, task.resumed_from))
     return apply_retention(task.final.parent, keep)

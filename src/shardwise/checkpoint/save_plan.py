@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.checkpoint import checksum, manifest, training_state
-from shardwise.checkpoint.collectives import agreed, all_gather_object
+from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.local_shards import (
     LocalShard,
     own_rows,
@@ -104,9 +104,10 @@ class SavePlan:
         return {**files, **self.alike}
 
 
-class _LocalState(NamedTuple):
+class SavedState(NamedTuple):
     """State that this rank stores, before the first collective."""
 
+    values: Mapping[str, Any]  # of the training, as JSON has them
     groups: Mapping[str, Sequence[LocalShard]]
     aliases: Mapping[str, str]
     small: Mapping[str, bytes]
@@ -115,25 +116,19 @@ class _LocalState(NamedTuple):
     whole: Mapping[str, Tensor]  # what every rank has, alike or not
 
 
-def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, Any]) -> SavePlan:
-    """Plan a save; ``values`` are those of ``request.training``. A collective."""
-    comm, training, options = sharded.comm, request.training, request.options
-    local_state, by_rank = agreed(
-        comm,
-        "contents",
-        lambda: _local_state(sharded, request),
-        tell=lambda state: (values["local"], _sums(state.whole)) if training else None,
-    )
-    groups, small = dict(local_state.groups), dict(local_state.small)
+def plan_save(comm: Comm, request: SaveRequest, state: SavedState, told: list[Any]) -> SavePlan:
+    """Plan a save from this rank's state, and what each told: ``local`` values, ``sums_of``."""
+    training, options = request.training, request.options
+    groups, small = dict(state.groups), dict(state.small)
     if training is not None:
-        own, (first, *others) = dict(local_state.own), [sums for _, sums in by_rank]
-        for name, value in local_state.whole.items():
+        own, (first, *others) = dict(state.own), [sums for _, sums in told]
+        for name, value in state.whole.items():
             if any(sums.get(name) != first.get(name) for sums in others):
                 own[BUFFER + name] = value  # not alike on all ranks: statistics of batch norm
         rows = own_rows(own, comm.rank, comm.size)
         groups[RANKS] = [row.clone() for row in rows] if request.background else rows
         small[training_state.NAME] = training_state.document(
-            training.step, values, local_state.records, [own for own, _ in by_rank]
+            training.step, state.values, state.records, [own for own, _ in told]
         )
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []
@@ -147,13 +142,15 @@ def plan_save(sharded: ShardedModel, request: SaveRequest, values: Mapping[str, 
         plans[stem] = plan_files(stem, entries, limit, is_gathered, block)
         segments += [Segments(plan, by_name) for plan in plans[stem]]
     small |= index_files(plans)
-    alike = facts_of(local_state.groups.get(OPTIMIZER, ()), local_state.records)
+    alike = facts_of(state.groups.get(OPTIMIZER, ()), state.records)
     every = tuple(plan for some in plans.values() for plan in some)
-    return SavePlan(every, tuple(segments), small, local_state.aliases, block, alike)
+    return SavePlan(every, tuple(segments), small, state.aliases, block, alike)
 
 
-def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
-    options = request.options
+def state_to_save(sharded: ShardedModel, request: SaveRequest) -> SavedState:
+    """Find what this rank stores, where it is."""
+    options, training = request.options, request.training
+    values = training_state.values_of(training) if training else {}
     params = param_shards(sharded)
     shards, aliases = weights(params, sharded.model)
     whole = {s.entry.name: s.value for s in shards if s.entry.everywhere and s.value.numel()}
@@ -168,14 +165,13 @@ def _local_state(sharded: ShardedModel, request: SaveRequest) -> _LocalState:
     else:
         groups = {MODEL: shards}
         small = {**(_model_config(sharded.model) if wanted is None else {}), **small}
-    if request.training is None:
-        return _LocalState(groups, aliases, small, (), {}, whole)
+    if training is None:
+        return SavedState(values, groups, aliases, small, (), {}, whole)
     _check_reduced(sharded.buckets)
     groups[OPTIMIZER], records = optimizer_shards(request.optimizers, Named(params))
-    own = {
-        RNG + name: value for name, value in training_state.capture_rng(sharded.comm.device).items()
-    }
-    return _LocalState(groups, aliases, small, records, own, whole)
+    rng = training_state.capture_rng(sharded.comm.device)
+    own = {RNG + name: value for name, value in rng.items()}
+    return SavedState(values, groups, aliases, small, records, own, whole)
 
 
 def _as_part(
@@ -184,7 +180,7 @@ def _as_part(
     """The tensors by the names and in the file of another library, the rest apart; and aliases."""
     names = {s.entry.name: part.stored.get(s.entry.name, s.entry.name) for s in shards}
     theirs = [
-        replace(s, entry=replace(s.entry, name=names[s.entry.name]))
+        s._replace(entry=s.entry._replace(name=names[s.entry.name]))
         for s in shards
         if s.entry.name in part.stored
     ]
@@ -204,7 +200,7 @@ def _check_reduced(buckets: Sequence[Bucket]) -> None:
             )
 
 
-def _sums(whole: Mapping[str, Tensor]) -> dict[str, int]:
+def sums_of(whole: Mapping[str, Tensor]) -> dict[str, int]:
     """Checksums, by which ranks see whether they have the same."""
     return {name: checksum.crc32(bytes_of(t.cpu()).numpy()) for name, t in whole.items()}
 

@@ -79,21 +79,20 @@ def exchange_edges(comm: Comm, files: Sequence[Segments]) -> None:
         for _, move in mine:
             totals[move.source] += move.stop - move.start
         full = torch.empty(comm.size, max(totals.values()), dtype=torch.uint8, device=comm.device)
-        places = []
+        sent: list[Tensor] = []
+        received: dict[int, list[_Segment]] = {}  # by the number of the file
         for number, move in mine:
-            length = move.stop - move.start
-            place = full[move.source, at[move.source] : at[move.source] + length]
-            at[move.source] += length
-            places.append(place)
+            begin, at[move.source] = at[move.source], at[move.source] + move.stop - move.start
             if move.source == comm.rank:
-                copy_pieces(files[number].between(move.start, move.stop), place)
+                sent += files[number].between(move.start, move.stop)
+            if move.writer == comm.rank:
+                place = full[move.source, begin : at[move.source]]
+                received.setdefault(number, []).append(_Segment(move.start, move.stop, place))
+        copy_pieces([torch.cat(sent)] if sent else (), full[comm.rank])
         comm.all_gather(full.view(-1), Label("gather", "edges of pages")).wait()
-        for number, file in enumerate(files):
-            file.add(
-                _Segment(move.start, move.stop, place.clone())
-                for (owner, move), place in zip(mine, places, strict=True)
-                if owner == number and move.writer == comm.rank
-            )
+        for number, segments in received.items():
+            # Not what lies in ``full``, or what all ranks sent would stay.
+            files[number].add(replace(one, value=one.value.clone()) for one in segments)
 
 
 def rounds(moves: Sequence[Move], world: int, most: int = ROUND) -> Iterator[range]:

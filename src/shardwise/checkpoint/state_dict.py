@@ -120,8 +120,8 @@ class StateDict:
         """A copy of a whole tensor, or of this rank's part of one; a view would keep its bucket."""
         value = value.detach()
         part = value.cpu() if self.offload_to_cpu and not value.is_cpu else value.clone()
-        if self.kind == "sharded" and shard is not None and shard.sharding is not None:
-            part.sharding = shard.sharding  # type: ignore[attr-defined]
+        if self.kind == "sharded" and shard is not None and shard.bucket.spec.placement.splits:
+            part.sharding = shard.bucket.sharding(shard.index)  # type: ignore[attr-defined]
             part.__class__ = ShardTensor
         return part
 
