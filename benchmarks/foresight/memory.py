@@ -13,7 +13,7 @@ from benchmarks.foresight.rows import Case
 from shardwise.errors import ShardwiseError
 from shardwise.plan.forecast.memory import forecast
 
-NARROWED = 2 - 0.53  # bytes that each weight of 4 bits has less than in bf16; its scales have some
+QUANTISED = 0.53  # bytes of a weight of 4 bits, with its part of the scales
 
 
 # What torch's allocator reserves of what is allocated at most: blocks of 2 MiB and more, of which
@@ -50,10 +50,22 @@ def peak_of(case: Case) -> float:
     """Bytes at most of one rank."""
     work = work_of(case, compiled=case.software.compiled)
     blueprint = replace(blueprint_of(case, case.shape.layers), device=torch.device("cuda"))
-    narrowed = case.shape.layers * case.shape.block_parameters * case.quantized * NARROWED
+    frozen = case.shape.layers * case.shape.block_parameters * case.quantized
+    narrowed = frozen * (_itemsize(case) - QUANTISED)
     peak = (
         forecast(blueprint, work.order, work, case.software.optimizer).peak - narrowed / case.shards
     )
     inputs = case.shape.layers * work.tokens * case.shape.width * 2  # of blocks, in bf16
-    peak -= inputs * case.software.offloads
-    return peak if case.allocated else peak * RESERVED
+    peak = max(peak - inputs * case.software.offloads, _summoned(case))
+    return peak if case.software.allocated else peak * RESERVED
+
+
+def _summoned(case: Case) -> float:
+    """Bytes while a checkpoint is read, where a rank gathers all of the model for it."""
+    gathers = case.software.summons
+    return gathers * case.shape.parameters * _itemsize(case) * (1 + 1 / case.shards)
+
+
+def _itemsize(case: Case) -> int:
+    stored: torch.dtype = getattr(torch, case.software.stored)
+    return stored.itemsize

@@ -45,27 +45,37 @@ class Adapters:
         on: the linear maps that have one: those of attention's inputs, all, or all but attention's
             last.
         drops: a part of their inputs is dropped.
+        wide: they are in float32, whatever the other weights are in.
     """
 
     rank: int = 8
     on: Literal["attention", "all", "inputs"] = "attention"
     drops: bool = False
+    wide: bool = False
 
 
-class Adapted(nn.Linear):
+class Linear(nn.Linear):
+    """A linear map in bfloat16, as autocast makes one of float32: both its inputs are cast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., inputs]`` → ``[..., outputs]``."""
+        return F.linear(x.bfloat16(), self.weight.bfloat16())
+
+
+class Adapted(Linear):
     """A frozen linear map and the product of two low-rank ones."""
 
     def __init__(self, inputs: int, outputs: int, adapters: Adapters) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self.down = nn.Linear(inputs, adapters.rank, bias=False)
-        self.up = nn.Linear(adapters.rank, outputs, bias=False)
+        self.down = Linear(inputs, adapters.rank, bias=False)
+        self.up = Linear(adapters.rank, outputs, bias=False)
         self.drops = adapters.drops
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` → ``[..., outputs]``."""
         kept = x * torch.ones(x.shape, dtype=torch.bool, device=x.device) if self.drops else x
         added: Tensor = self.up(self.down(kept))
-        return F.linear(x, self.weight) + 2.0 * added
+        return super().forward(x) + 2.0 * added
 
 
 class _Fused(torch.autograd.Function):
@@ -96,7 +106,7 @@ class Block(nn.Module):
         def linear(inputs: int, outputs: int, adapted: bool = adapters.on != "attention") -> Any:
             if adapters.rank and adapted:
                 return Adapted(inputs, outputs, adapters)
-            return nn.Linear(inputs, outputs, bias=False)
+            return Linear(inputs, outputs, bias=False)
 
         attended = shape.heads * shape.head_size
         kv = shape.kv_heads * shape.head_size
@@ -164,6 +174,7 @@ class Variant:
         length: of a sequence.
         checkpointing, logits: see ``Checkpointing`` and ``Logits``.
         fused: attention is one kernel; else its scores are in memory.
+        autocast: parameters and what passes from block to block are in float32.
         compiled: what is elementwise is one kernel, which keeps its inputs alone. Kernels count
             whatever this is, so it says something about memory only.
     """
@@ -173,6 +184,7 @@ class Variant:
     checkpointing: Checkpointing = "none"
     logits: Logits = "whole"
     fused: bool = True
+    autocast: bool = False
     compiled: bool = False
 
 
@@ -190,7 +202,7 @@ class Decoder(nn.Module):
         self.register_buffer("angles", angles, persistent=False)
         self.blocks = nn.ModuleList(Block(shape, variant) for _ in range(shape.layers))
         self.norm = _norm(shape)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head = Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
         if variant.adapters.rank:
@@ -218,7 +230,7 @@ class Decoder(nn.Module):
                 inputs = x, self.head.weight, along
                 return cast("Tensor", _LossInParts.apply(*inputs))  # type: ignore[no-untyped-call]
             case "fused":
-                return _fused(self.head(x)).flatten()[0].float()
+                return cast("Tensor", _FusedLoss.apply(self.head(x)))  # type: ignore[no-untyped-call]
             case "held":
                 logits = self.head(x).float()
                 loss = _loss(logits)
@@ -236,6 +248,20 @@ class Decoder(nn.Module):
             context = partial(_kept, every=1 if policy == "moved" else 2)
             output = checkpoint(block, *inputs, use_reentrant=False, context_fn=context)
         return cast("Tensor", output)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """One kernel forward, and one backward: of ``[tokens, vocabulary]``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return torch.empty((), device=logits.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return torch.empty_like(logits)
 
 
 def _loss(logits: Tensor) -> Tensor:

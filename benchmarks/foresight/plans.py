@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.foresight.models import Block, Decoder, Variant
+from benchmarks.foresight.models import Adapted, Block, Decoder, Variant
 from benchmarks.foresight.rows import Case
 from benchmarks.foresight.shapes import Shape, few
 from shardwise.comm.grid import Grid
@@ -104,7 +104,8 @@ def work_of(case: Case, compiled: bool = False) -> StepWork:
     """Work of one micro-batch; ``compiled``: as of a ``Variant``."""
     shape, period = case.shape, 1 + (case.software.checkpointing == "second")
     stack, variant = Stack("blocks", shape.layers, period), replace(case.variant, compiled=compiled)
-    work = _observed(few(shape, min(shape.layers, stack.kept)), variant, case.micro_batch)
+    shorter = few(shape, min(shape.layers, stack.kept))
+    work = _observed(shorter, variant, case.micro_batch, _classes(case))
     work = _quantised(work, case) if case.quantized else work
     return deepen(work, stack, shape.layers) if shape.layers > stack.kept else work
 
@@ -123,7 +124,12 @@ def _stepped(case: Case) -> float:
 @cache
 def _model(shape: Shape, variant: Variant, stored: str = "float32") -> Decoder:
     with torch.device("meta"):
-        return Decoder(shape, variant).to(getattr(torch, stored))
+        model = Decoder(shape, variant).to(getattr(torch, stored))
+    for part in model.modules():
+        if variant.adapters.wide and isinstance(part, Adapted):
+            part.down.float()
+            part.up.float()
+    return model
 
 
 def blueprint_of(case: Case, layers: int = 2) -> Blueprint:
@@ -133,15 +139,22 @@ def blueprint_of(case: Case, layers: int = 2) -> Blueprint:
     return draw(
         model,
         case.strategy,
-        wrap=by_class("Block"),
+        wrap=by_class(*_classes(case)),
         ranks=(0, case.ranks),
         mesh=mesh,
-        precision=_precision(case.software.reduce),
+        precision=_precision(case.variant, case.software.reduce),
     )
 
 
-def _precision(reduce: str) -> Precision:
-    return Precision(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, reduce))
+def _classes(case: Case) -> tuple[str, ...]:
+    """Of modules that are units; a table that is the head, too, stays with it."""
+    apart = case.software.apart and not case.shape.tied
+    return ("Block", "Embedding") if apart else ("Block",)
+
+
+def _precision(variant: Variant, reduce: str = "float32") -> Precision:
+    computes = torch.float32 if variant.autocast else torch.bfloat16
+    return Precision(param_dtype=computes, reduce_dtype=getattr(torch, reduce))
 
 
 def _sent(nbytes: UnitBytes, case: Case) -> UnitBytes:
@@ -154,11 +167,11 @@ def _sent(nbytes: UnitBytes, case: Case) -> UnitBytes:
 
 
 @cache
-def _observed(shape: Shape, variant: Variant, rows: int) -> StepWork:
+def _observed(shape: Shape, variant: Variant, rows: int, classes: tuple[str, ...]) -> StepWork:
     model = _model(shape, variant)
-    units = choose_units(model, by_class("Block"))
+    units = choose_units(model, by_class(*classes))
     ids = torch.empty(rows, variant.length, dtype=torch.long, device="meta")
-    return observe(model, units, (ids,), {}, None, _precision("float32"), lambda loss: loss)
+    return observe(model, units, (ids,), {}, None, _precision(variant), lambda loss: loss)
 
 
 def _quantised(work: StepWork, case: Case) -> StepWork:

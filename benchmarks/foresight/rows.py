@@ -15,7 +15,7 @@ from typing import Literal
 from benchmarks.foresight.cells import UNSAID, Row, number, stripped
 from benchmarks.foresight.models import Variant
 from benchmarks.foresight.shapes import Shape, gpt, no_decoder, plain_name, shape_named
-from benchmarks.foresight.software import Software, rank_of, software_of
+from benchmarks.foresight.software import Software, quantized, rank_of, software_of
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.machine import Machine, known
 
@@ -50,7 +50,6 @@ class Case:
         source: the folder of documents that it is from.
         tokens_per_second: of one rank; ``None``: not published.
         memory: bytes at most; ``None``: not published.
-        allocated: it is what was allocated, and not what the allocator had reserved.
         tells: the row says what is recomputed.
         shards: ranks that hold one copy of the model.
         rank: of the adapters; 0 for none.
@@ -74,7 +73,6 @@ class Case:
     rank: int
     tokens_per_second: float | None
     memory: float | None
-    allocated: bool
     tells: bool
 
     @property
@@ -82,7 +80,8 @@ class Case:
         """What is trained, and how."""
         adapters = replace(self.software.adapters, rank=self.rank)
         used = self.software
-        return Variant(self.length, adapters, used.checkpointing, used.logits, used.fused)
+        kept = used.checkpointing, used.logits
+        return Variant(self.length, adapters, *kept, used.fused, used.autocast)
 
     @property
     def group(self) -> tuple[str, str]:
@@ -136,14 +135,13 @@ def case(row: Row) -> Case:
         machine=machine,
         precision=_precision(row["precision"].lower()),
         wire="fp8" if "fp8 all-gather" in row["precision"] else "bf16",
-        quantized=_quantized(row),
+        quantized=quantized(row),
         software=software,
         rank=rank_of(row, software.adapters),
         tokens_per_second=_tokens_per_second(
             row, shape, length * micro_batch * micro_batches, machine
         ),
         memory=_memory(row),
-        allocated="memory ACTIVE" in row["notes"] or row["framework"].startswith("torchtune"),
         tells=bool(row["act_ckpt"]),
     )
     if one.tokens_per_second is None and one.memory is None:
@@ -314,12 +312,6 @@ def _precision(text: str) -> Literal["bf16", "fp8", "fp4"]:
     if "fp4" in text:
         return "fp4"
     return "fp8" if "fp8" in text or "float8" in text else "bf16"
-
-
-def _quantized(row: Row) -> bool:
-    """Are frozen weights in 4 bits?"""
-    told = row["precision"].lower()
-    return "qlora" in row["task"].lower() or re.search(r"\bnf4|int4|4-?bit", told) is not None
 
 
 def _tokens_per_second(row: Row, shape: Shape, tokens: int, machine: Machine) -> float | None:

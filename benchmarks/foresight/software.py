@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from benchmarks.foresight.cells import UNSAID, Row
 from benchmarks.foresight.models import Adapters, Checkpointing, Logits
@@ -30,6 +30,11 @@ class Software:
         scans: all blocks are one loop, after which gradients are summed over copies of the model.
         whole: each tensor's state is on one rank, which sums its gradients and spreads it by
             collectives of its own.
+        autocast: parameters are gathered in float32 and cast for each product.
+        apart: the embedding is a unit of its own.
+        summons: a checkpoint is read into the whole model, which each rank gathers beside its part.
+        allocated: the peaks that it prints are of what was allocated, and not of what the allocator
+            had reserved.
     """
 
     compiled: bool = True
@@ -44,8 +49,13 @@ class Software:
     optimizer: str = "adamw"
     scans: bool = False
     whole: bool = False
+    autocast: bool = False
+    apart: bool = False
+    summons: bool = False
+    allocated: bool = False
 
 
+PEFT = Adapters(drops=True, wide=True)  # of its documents, and of what is built on it
 SOFTWARE = {  # by the beginning of the framework's name
     "llm-foundry": Software(attention="flash1"),  # Triton's, of 2022
     "composer": Software(attention="flash1"),
@@ -56,19 +66,34 @@ SOFTWARE = {  # by the beginning of the framework's name
     "pax": Software(attention="fastest", checkpointing="moved"),  # SAVE_DOT_WITH_NO_BATCH_DIM
     "internevo": Software(whole=True),
     "torchtune": Software(
-        checkpointing="full", reduce="bfloat16", logits="tokens", stored="bfloat16"
+        checkpointing="full", reduce="bfloat16", logits="tokens", stored="bfloat16", allocated=True
     ),
     "fsdp_qlora": Software(  # its defaults of March 2024, around transformers and peft
         False, adapters=Adapters(64, "inputs", drops=True), logits="held", stored="bfloat16"
     ),
-    "prime-rl": Software(adapters=Adapters(on="all"), logits="vocabulary"),
+    "prime-rl": Software(adapters=Adapters(on="all"), logits="vocabulary", apart=True),
+    "atorch": Software(False, adapters=Adapters(drops=True), logits="held", autocast=True),
+    "litgpt": Software(False, adapters=Adapters(drops=True), allocated=True),
 }
 AROUND = (
     "transformers|trl|accelerate|hugging ?face|llama-?factory|axolotl|atorch"  # have their models
 )
+PREPARED = r"^(?!llama-?factory).*(transformers|peft|trl)"
+"""Where peft's ``prepare_model_for_kbit_training`` makes float32 of all that is not in 4 bits."""
 EAGER = AROUND + "|pytorch|deepspeed"  # nothing is compiled unless a row says it
 STAGES = ("packed", "compile", "chunked", "act ckpt", "fuse", "act offl", "8-bit", "lora")
 """Of a table in which each row adds one technique to those before."""
+OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, column, what it says
+    ("", "notes", "flash_attention_3", {"attention": "fastest"}),
+    ("", "compile", "xla", {"attention": "fastest"}),
+    ("foundry", "precision", "^bf16$", {"reduce": "bfloat16"}),
+    ("^prime-rl", "task", "sft", {"logits": "held"}),  # beside its own for reinforcement
+    ("trainer", "strategy", "^ddp|single", {"autocast": True}),
+    (PREPARED, "precision", "nf4", {"autocast": True}),
+    ("^internevo", "strategy", "within", {"whole": False}),
+    ("^litgpt", "strategy", "fsdp", {"checkpointing": "full", "summons": True}),
+    ("", "notes", "max_memory_allocated|memory active", {"allocated": True}),
+)
 UNFUSED = r"(without|no|non|w/o)[- ](flash|fused att)|(eager|naive|unfused|vanilla) att"
 SINCE = {"transformers": (4, 36), "torch": (2, 0)}  # attention is one kernel
 CHECKPOINTING: Mapping[str, Checkpointing] = {  # by the beginning; else it is "full"
@@ -81,47 +106,64 @@ CHECKPOINTING: Mapping[str, Checkpointing] = {  # by the beginning; else it is "
 
 def software_of(row: Row, layers: int) -> Software:
     """What computes a row, of a model with so many layers."""
-    framework, told, dtype = (row[name].lower() for name in ("framework", "strategy", "precision"))
+    used, framework = _stage(row, _told(row, layers, _usual(row))), row["framework"].lower()
+    if framework.startswith("torchtitan") and _year(row) >= 2025:  # the loss is compiled too
+        return replace(used, apart=True, logits="fused" if used.compiled else used.logits)
+    if framework.startswith("prime-rl") and rank_of(row, used.adapters):
+        return replace(used, compiled=False)  # each adapter's check of its input waits
+    return used
+
+
+def _usual(row: Row) -> Software:
+    """Of the framework, with what it does otherwise for such rows."""
+    framework = row["framework"].lower()
     usual = next((s for name, s in SOFTWARE.items() if framework.startswith(name)), None)
     if usual is None:
-        around, eager = (re.search(names, framework) is not None for names in (AROUND, EAGER))
-        usual = Software(compiled=not eager, logits="held" if around else "whole")
-    notes, attention = row["notes"].lower(), usual.attention
-    logits = usual.logits
-    if framework.startswith("prime-rl") and "sft" in row["task"]:
-        logits = "held"  # beside its own for reinforcement
-    if "flash_attention_3" in notes or row["compile"] == "XLA":
-        attention = "fastest"
-    compiled = usual.compiled
-    if row["compile"]:
-        compiled = row["compile"].lower().split()[0] not in (*UNSAID, "eager")
+        usual = Software(compiled=re.search(EAGER, framework) is None)
+        if re.search(AROUND, framework):
+            usual = replace(usual, logits="held", adapters=PEFT)
+    for name, column, pattern, other in OTHERWISE:
+        if re.search(name, framework) and re.search(pattern, row[column].lower()):
+            usual = replace(usual, **other)
+    return usual
+
+
+def _told(row: Row, layers: int, usual: Software) -> Software:
+    """The same with what the row says."""
     policy = row["act_ckpt"].lower()
-    checkpointing = usual.checkpointing if not policy else _checkpointing(policy, layers)
-    reduce = "bfloat16" if dtype == "bf16" and "foundry" in framework else usual.reduce
-    stage = -1
-    if "cumulative" in told:
-        stage = next((n for n, name in enumerate(STAGES) if name in told), 0)
-        compiled, checkpointing = stage >= 1, "full" if stage >= 3 else "none"
-        logits = "tokens" if stage >= 2 else "whole"
-    if compiled and framework.startswith("torchtitan") and _year(row) >= 2025:
-        logits = "fused"  # the loss is compiled too
-    if framework.startswith("prime-rl") and rank_of(row, usual.adapters):
-        compiled = False  # each adapter's check of its input waits for the device
-    alone = row["n_gpus"] == "1" and dtype == "bf16"  # all of it has to fit
-    narrow = alone or re.search("bf16-true|pure", dtype)  # the former is Lightning's name for it
-    return Software(
-        compiled,
-        attention,
-        _fuses(row),
-        checkpointing,
-        reduce,
-        usual.adapters,
-        logits,
-        stored="bfloat16" if narrow else usual.stored,
-        offloads="offload" in policy or stage >= STAGES.index("act offl"),
+    changes: dict[str, Any] = {"fused": _fuses(row), "offloads": "offload" in policy}
+    if row["compile"]:
+        changes["compiled"] = row["compile"].lower().split()[0] not in (*UNSAID, "eager")
+    if policy:
+        changes["checkpointing"] = _checkpointing(policy, layers)
+    if _narrow(row, usual.adapters) and not (usual.autocast and quantized(row)):
+        changes |= {"stored": "bfloat16", "autocast": False}
+    if "all linear" in row["notes"].lower():
+        changes["adapters"] = replace(usual.adapters, on="all")
+    return replace(usual, **changes)
+
+
+def _narrow(row: Row, adapters: Adapters) -> bool:
+    """Are all weights, or all that are frozen, in 16 bits? Alone on a GPU all of it has to fit."""
+    dtype = row["precision"].lower()
+    named = quantized(row) or re.search("bf16-true|pure", dtype)  # the former is Lightning's name
+    beside = adapters.wide and rank_of(row, adapters) > 0
+    return bool(named) or beside or (row["n_gpus"] == "1" and dtype == "bf16")
+
+
+def _stage(row: Row, used: Software) -> Software:
+    """The same, where a row adds a technique to those before."""
+    told = row["strategy"].lower()
+    if "cumulative" not in told:
+        return used
+    stage = next((n for n, name in enumerate(STAGES) if name in told), 0)
+    return replace(
+        used,
+        compiled=stage >= 1,
+        checkpointing="full" if stage >= 3 else "none",
+        logits="tokens" if stage >= 2 else "whole",
+        offloads=stage >= STAGES.index("act offl"),
         optimizer="adamw_8bit" if stage >= STAGES.index("8-bit") else "adamw",
-        scans=usual.scans,
-        whole=usual.whole and "within" not in told,
     )
 
 
@@ -155,6 +197,12 @@ def rank_of(row: Row, usual: Adapters) -> int:
         return 0
     stated = re.search(r"\br(?:ank)? ?=? ?(\d+)", row["task"])
     return int(stated[1]) if stated else usual.rank
+
+
+def quantized(row: Row) -> bool:
+    """Are frozen weights in 4 bits?"""
+    told = row["precision"].lower()
+    return "qlora" in row["task"].lower() or re.search(r"\bnf4|int4|4-?bit", told) is not None
 
 
 def _year(row: Row) -> int:

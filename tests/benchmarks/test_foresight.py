@@ -277,6 +277,55 @@ def test_software_of_which_a_row_says_nothing_is_eager_where_it_is_torch_s_own(
 
 
 @pytest.mark.parametrize(
+    ("told", "stored"),
+    [
+        ({"framework": "transformers + peft", "task": "LoRA r16"}, "bfloat16"),
+        ({"framework": "transformers + DeepSpeed", "task": "SFT"}, "float32"),
+        ({"framework": "Nobody's", "precision": "nf4 weights, bf16"}, "bfloat16"),
+        ({"framework": "Nobody's", "task": "LoRA r16"}, "float32"),
+    ],
+)
+def test_weights_that_are_frozen_are_in_16_bits(
+    rows: dict[str, dict[str, str]], told: dict[str, str], stored: str
+) -> None:
+    assert case(rows["217"] | told).software.stored == stored
+
+
+def test_notes_say_where_adapters_are_and_what_a_peak_is_of(
+    rows: dict[str, dict[str, str]],
+) -> None:
+    row = rows["217"] | {"framework": "transformers", "task": "LoRA r16"}
+    plain, told = (
+        case(row | {"notes": notes}).software
+        for notes in ("", "max_memory_allocated; all linear maps have adapters")
+    )
+    assert (plain.adapters.on, plain.allocated) == ("attention", False)
+    assert (told.adapters.on, told.allocated) == ("all", True)
+
+
+def test_software_of_2025_has_its_embedding_apart_which_takes_less_memory(small: Case) -> None:
+    wide = replace(small, shape=replace(SMALL, vocabulary=16384))
+    apart = replace(wide, software=replace(small.software, apart=True))
+    assert "embed" in plan_of(apart).work.units
+    assert peak_of(apart) < peak_of(wide)
+
+
+def test_autocast_keeps_what_passes_between_blocks_in_float32(small: Case) -> None:
+    plain = replace(small, software=replace(small.software, checkpointing="full"))
+    cast = replace(plain, software=replace(plain.software, autocast=True))
+    inputs = small.shape.layers * small.micro_batch * small.length * small.shape.width
+    assert work_of(cast).saved - work_of(plain).saved >= 2 * inputs
+    narrow, wide = (plan_of(one).nbytes["blocks.1"].gather_sent for one in (plain, cast))
+    assert wide == 2 * narrow
+
+
+def test_a_model_that_is_gathered_whole_to_be_read_has_to_fit(small: Case) -> None:
+    reads = replace(small, software=replace(small.software, summons=True))
+    least = SMALL.parameters * 4 * (1 + 1 / small.shards)
+    assert peak_of(reads) >= max(least, peak_of(small))
+
+
+@pytest.mark.parametrize(
     ("told", "policy"),
     [
         ("False", "none"),
