@@ -82,9 +82,10 @@ def test_forward_called_past_the_model_is_an_error_that_says_how_to_call_it() ->
                 "wrap=sw.wrap.automatic(joined_nbytes=0); register a method that is called from "
                 "outside by sharded.register_forward_method(module, 'encode'); or read it inside "
                 "`with sharded.full_params():`. To update a moving average, shard the averaging "
-                "model likewise, or update it inside full_params(). If only this rank's part is "
-                "needed, .to_local() returns it as a plain tensor. To write it, as nn.init does, "
-                "do so inside `with sharded.full_params(writeback=True):`, alike on every rank."
+                "model likewise and write to its parameters(), not to its state_dict(), which is a "
+                "copy; or update it inside full_params(). .to_local() is this rank's part as a "
+                "plain tensor. To write it, as nn.init does, do so inside `with "
+                "sharded.full_params(writeback=True):`, alike on every rank."
             )
 
 

@@ -362,7 +362,14 @@ def test_a_plain_whole_average_is_told_how_to_be_updated() -> None:
             lambda: torch._foreach_lerp_([theirs], [mine.detach()], 0.5),
         ):
             text = said(sw.ShardUseError, update)
-            assert "shard the averaging model likewise, or update it inside" in text
+            assert "shard the averaging model likewise and write to its parameters()" in text
+        before = theirs.detach().clone()
+        sw.shard(mean, comm=comm)
+        mean.state_dict()["project.weight"].mul_(0.5)
+        assert torch.equal(mean.state_dict()["project.weight"], before)
+        with torch.no_grad():
+            theirs.mul_(0.5)
+        assert torch.equal(mean.state_dict()["project.weight"], before * 0.5)
 
     on_ranks(WORLD, BUILD, rank)
 

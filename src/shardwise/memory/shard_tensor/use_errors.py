@@ -18,16 +18,18 @@ def needs_full_tensor(function: str, shard: Tensor) -> ShardUseError:
             "itself a unit, by wrap=sw.wrap.automatic(joined_nbytes=0); register a method that is "
             "called from outside by sharded.register_forward_method(module, 'encode'); or read "
             "it inside `with sharded.full_params():`. To update a moving average, shard the "
-            "averaging model likewise, or update it inside full_params(). If only this rank's part "
-            "is needed, .to_local() returns it as a plain tensor. To write it, as nn.init does, do "
-            "so inside `with sharded.full_params(writeback=True):`, alike on every rank."
+            "averaging model likewise and write to its parameters(), not to its state_dict(), which"
+            " is a copy; or update it inside full_params(). .to_local() is this rank's part as a "
+            "plain tensor. To write it, as nn.init does, do so inside `with sharded.full_params("
+            "writeback=True):`, alike on every rank."
         )
     return ShardUseError(
         f"{_describe(shard)}, and {function!r} needs the full tensor. Elementwise functions of "
         "tensors with the same sharding are correct on it, and so are norm, sum, mean, max, min, "
         "any and all over every element. .full_tensor() gathers it on every rank (a collective), "
-        "and .to_local() returns this rank's part as a plain tensor. To update a moving average, "
-        "shard the averaging model likewise, or update it inside `with sharded.full_params():`."
+        "and .to_local() is this rank's part as a plain tensor. To update a moving average, shard "
+        "the averaging model likewise and write to its parameters(), not to its state_dict(), "
+        "which is a copy; or update it inside `with sharded.full_params():`."
     )
 
 

@@ -129,10 +129,7 @@ class Units(Sequence[Unit]):
 
 
 def choose_units(
-    model: nn.Module,
-    wrap: Wrap | None = None,
-    ignored: Ignored = (),
-    joined_trained: int = 0,
+    model: nn.Module, wrap: Wrap | None = None, ignored: Ignored = (), joined_trained: int = 0
 ) -> Units:
     """Divide a model's parameters into units, by default those of ``wrap.automatic()``.
 
