@@ -334,8 +334,9 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 
 def _update_of(optimizer: Optimizer) -> str:
     """The class and learning rates of a step, which are to be alike on all ranks."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    known = dict.fromkeys(str(rate) for rate in rates if not isinstance(rate, Tensor))
+    # Of one schedule, hosts with other mathematical libraries may differ in the last digits.
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    known = dict.fromkeys(f"{rate:.6g}" for rate in rates if isinstance(rate, int | float))
     return f"{type(optimizer).__name__}.step() with lr {', '.join(known)}"
 
 
