@@ -31,10 +31,11 @@ LARGE = 1 << 18  # elements of a weight: below this a copy costs less than a nod
 
 def is_large(module: nn.Module) -> bool:
     """Does it compute as torch's own linear map does, with a weight that is worth it?"""
-    own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
     # Where a parametrization computes it, to read it would change that of spectral norm.
     weight = parameters_of(module).get("weight")
-    return own and "forward" not in vars(module) and weight is not None and weight.numel() >= LARGE
+    return "forward" not in vars(module) and weight is not None and weight.numel() >= LARGE
 
 
 def linear_in_slot(module: nn.Module) -> Callable[[Tensor], Tensor]:
