@@ -121,6 +121,7 @@ def _imported_once(recipe: Recipe, ranks: int, check: Callable[[], bool]) -> boo
         os.environ.clear()
         os.environ.update(own)
     gc.freeze()  # or looking for garbage would copy the memory that ranks share
+    # A fork has what is not written yet, and would write it again; and nothing flushes at its end.
     print(end="", flush=True)
     atexit.register(print, end="", flush=True)
     return can_fork()

@@ -110,7 +110,8 @@ def _show(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     kwargs.show(kwargs.params)
     if is_blockwise(optimizer):
         make_state(optimizer, kwargs.params)
-    kwargs.update({name: kwargs.hiding(kwargs[name]) for name in kwargs.keys() & {"closure"}})
+    if "closure" in kwargs:
+        kwargs["closure"] = kwargs.hiding(kwargs["closure"])
     return (*args[:1], *map(kwargs.hiding, args[1:])), kwargs
 
 

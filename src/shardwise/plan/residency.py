@@ -35,15 +35,14 @@ Specs = Mapping[str, Sequence[BucketSpec]]
 
 
 def joined_trained(model: nn.Module, placement: Placement, grid: Grid, options: Options) -> int:
-    """Bytes of what is trained that are one unit at most, where all of a model stays gathered.
-
-    Where ranks map what is reduced, half as much; 0: a model that does not stay.
-    """
+    """Bytes of what is trained that are one unit at most; 0 if parameters do not stay gathered."""
     is_small = options.unsharded is None and all_nbytes((model,)) <= KEPT_NBYTES
     may_stay = placement.resident or _sends_again(placement, grid.shard)
     if not (may_stay and (is_small or (placement.resident and options.offload != "everything"))):
         return 0
-    return wrap.JOINED_TRAINED_NBYTES >> all(axis.shared or axis.size == 1 for axis in grid)
+    # Where ranks map all that is reduced, a larger unit takes memory and saves no message.
+    sends = any(axis.size > 1 and not axis.shared for axis in grid)
+    return wrap.JOINED_TRAINED_NBYTES // (1 if sends else 2)
 
 
 def with_residency(specs: Specs, units: Units, unsharded: int | NamedUnits | None) -> Specs:

@@ -133,7 +133,7 @@ def choose_units(
 ) -> Units:
     """Divide a model's parameters into units, by default those of ``wrap.automatic()``.
 
-    Those that are ``ignored`` are in none. ``joined_trained``: see there.
+    Those that are ``ignored`` are in none. ``joined_trained``: bytes, as ``residency`` says.
 
     Pure, and the same on every rank. The model may be on the meta device.
 
