@@ -163,6 +163,56 @@ def test_whole_values_between_forward_and_backward_are_right_and_disturb_nothing
     on_ranks(2, nets.decoder, rank)
 
 
+def write(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    state["norm.weight"].mul_(0.9)
+    return state
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, _: nets.loss(model, nets.decoder_batch(0, 2)),
+        lambda model, _: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+        lambda model, sharded: sharded.local_state_dict(),
+        lambda model, _: model.state_dict(),
+    ],
+    ids=["forward", "step", "local_state_dict", "state_dict"],
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_write_into_a_state_dict_is_told_since_it_changes_nothing(
+    use: Callable[[nn.Module, sw.Sharded], object], kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sharded = sw.shard(model, comm=comm)
+        state = write(model)
+        if not kept:
+            del state
+        use(model, sharded)
+        use(model, sharded)
+
+    on_ranks(2, nets.decoder, rank)
+    told = [text for text in caplog.messages if "state_dict() was written in place" in text]
+    assert len(told) == 2  # once on each rank
+    assert "`for p in model.parameters(): p.mul_(0.9)`" in told[0]
+
+
+def test_a_state_dict_that_is_only_read_or_loaded_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        with torch.inference_mode():
+            state = write(model)
+        model.load_state_dict(state)
+        assert equal(model.state_dict(), state)
+        clones(model.state_dict())["norm.weight"].zero_()
+        nets.loss(model, nets.decoder_batch(0, 2))
+
+    on_ranks(2, nets.decoder, rank)
+    assert not caplog.messages
+
+
 # --- load_state_dict -------------------------------------------------------------------------
 
 

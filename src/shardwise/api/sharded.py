@@ -129,7 +129,7 @@ class Sharded:
         self._optimizer_hooks = OptimizerHooks(
             params, updated, self._idle, self.comm, trained_by_others
         )
-        self._state = StateHooks(self.model, self.buckets, self._state_asked)
+        self._state = StateHooks(self._hooks.registered, self.buckets, self._state_asked)
         self._attach()
 
     # ---- training ----------------------------------------------------------------------------

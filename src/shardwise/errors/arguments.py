@@ -88,9 +88,7 @@ def _answering(function: Callable[..., Any], types: dict[str, Any] | None) -> Ca
     return answering
 
 
-@cache
-def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function)
+_types = cache(get_type_hints)
 
 
 def _meant(name: str, known: list[str]) -> str:

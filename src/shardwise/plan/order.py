@@ -67,8 +67,7 @@ def rehearse(
     except (NotImplementedError, RuntimeError) as error:
         raise ScheduleError(
             f"the rehearsal on the meta device stopped: {error}. The model depends on values, "
-            "which meta tensors do not have. Leave rehearse() out: the first step records the "
-            "order."
+            "which meta tensors do not have. Leave rehearse() out: the first step records it."
         ) from error
     finally:
         for handle in handles:

@@ -1,15 +1,17 @@
-"""Detects parameters that are added, replaced or removed after ``shard()``.
+"""Detects what is changed after ``shard()`` and is not trained: parameters, and copies of them.
 
 A head that is added after ``shard()`` is in no unit: each rank would train its own, and checkpoints
 would keep the old one. torch's global registration hooks set a flag, so the names are compared
-only after a registration, and a step reads the flag only.
+only after a registration. Values of ``state_dict()`` are copies here: writes are counted and told.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from functools import cache
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -19,8 +21,9 @@ from torch.nn.modules.module import (
 from shardwise.errors import ConfigError
 from shardwise.memory.shard_tensor.adapter_order import ORDER, has_adapter
 from shardwise.runtime.other_engines import mark, refuse_wrapper, unmark
-from shardwise.torch_internals import children_of
+from shardwise.torch_internals import children_of, get_version
 
+log = logging.getLogger("shardwise")
 CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 """Containers whose insertions and deletions call no registration hook."""
 
@@ -29,14 +32,17 @@ class StructureCheck:
     """Compares a model's parameters with those that it had when it was sharded."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._params = model, dict(model.named_parameters(remove_duplicate=False))
+        self.model, self._params = model, dict(model.named_parameters(remove_duplicate=False))
         self._containers = [module for module in model.modules() if isinstance(module, CONTAINERS)]
         self._lengths = self._lengths_now()
         self.changed = False  # was a module or parameter registered in the model?
+        # Its version counts writes into values of state dicts; ``writes`` were told or loaded.
+        with torch.inference_mode(False):
+            self.copies, self.writes = torch.empty(0, device="cpu"), 0
 
     def install(self) -> None:
         _install_hooks()
-        self._modules = list(self._model.modules())
+        self._modules = list(self.model.modules())
         _watched.update(dict.fromkeys(self._modules, weakref.ref(self)))
         mark(self._modules)
 
@@ -46,13 +52,20 @@ class StructureCheck:
         unmark(self._modules)
 
     def check(self) -> None:
-        """``compare``, if anything was registered since it last succeeded."""
+        """``compare``, if anything was registered since it last succeeded; tell of lost writes."""
+        if (writes := get_version(self.copies)) != self.writes:
+            self.writes = writes
+            log.warning(
+                "a value of state_dict() was written in place. Of a sharded model it is a copy, so "
+                "this changes the model only if it is passed to load_state_dict(). Or write to the "
+                "parameters: `for p in model.parameters(): p.mul_(0.9)`, under torch.no_grad()."
+            )
         if self.changed or self._lengths_now() != self._lengths:
             self.compare()
 
     def compare(self) -> None:
         """Raises ``ConfigError`` if the model has other parameters than were sharded."""
-        current = dict(self._model.named_parameters(remove_duplicate=False))
+        current = dict(self.model.named_parameters(remove_duplicate=False))
         for name, param in current.items():
             if self._params.get(name) is not param:
                 raise _change_error(name, "replaced" if name in self._params else "added")

@@ -42,11 +42,10 @@ def backend_of(choice: bool | str, device: torch.device) -> str:
         log.warning(sentence, name, own, device.type)
         name, choice = own, True
     if name not in known:
-        usual = torch.compiler.list_backends()
+        usual = nearest(name, torch.compiler.list_backends(), limit=5)
         raise ConfigError(
             f"compile={choice!r}: this torch has no backend {name!r}. Nearest first: "
-            f"{', '.join(nearest(name, usual, limit=5))}. Name one, or import the plug-in that "
-            "registers it."
+            f"{', '.join(usual)}. Name one, or import the plug-in that registers it."
         )
     compiler = os.environ.get("CXX", "g++")
     if name != "inductor" or device.type != "cpu" or shutil.which(compiler):

@@ -142,9 +142,8 @@ def _marks(tensor: Tensor) -> Tensor:
 
 def _same_numbers(device: torch.device) -> AbstractContextManager[None]:
     """Restore the generators after the block, so that its random numbers are drawn again."""
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
+    cards = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(devices=cards, device_type=device.type)
 
 
 def _no_value(name: str, kind: str) -> ConfigError:

@@ -19,7 +19,8 @@ from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.units.structure import holds_parameters
-from shardwise.torch_internals import ASSIGN, disable_torch_function, parameters_of
+from shardwise.runtime.structure_check import StructureCheck
+from shardwise.torch_internals import ASSIGN, disable_torch_function, get_version, parameters_of
 
 
 class StateHooks:
@@ -29,11 +30,10 @@ class StateHooks:
     """
 
     def __init__(
-        self, model: nn.Module, buckets: Sequence[Bucket], idle: Callable[[], bool]
+        self, check: StructureCheck, buckets: Sequence[Bucket], idle: Callable[[], bool]
     ) -> None:
-        self._buckets, self._idle = tuple(buckets), idle
-        self._names = {module: name for name, module in model.named_modules()}
-        self._model = model
+        self._check, self._buckets, self._idle = check, tuple(buckets), idle
+        self._names = {module: name for name, module in check.model.named_modules()}
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -51,17 +51,28 @@ class StateHooks:
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         """Replace shards by whole CPU tensors; for a child, only if it was asked itself."""
-        if (module is not self._model and prefix) or not self._idle():
+        if (module is not self._check.model and prefix) or not self._idle():
             return
         start = f"{self._names[module]}." if self._names[module] else ""
         for bucket in self._buckets:
             if any(alias.startswith(start) for m in bucket.members for alias in m.aliases):
-                _put(state, bucket, prefix, start)
+                self._put(state, bucket, prefix, start)
+
+    def _put(self, state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None:
+        for member, whole in zip(bucket.members, bucket.whole(), strict=True):
+            keys = [prefix + a.removeprefix(start) for a in member.aliases if a.startswith(start)]
+            if present := [key for key in keys if key in state]:
+                with torch.inference_mode(False):
+                    value = self._check.copies.detach()  # which shares its count of writes
+                    # A clone: a view would make torch.save write the whole bucket for each name.
+                    value.data = whole.detach().cpu().clone()
+                state.update(dict.fromkeys(present, value))
 
     def _take_parts(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
         """Make ``load_state_dict`` accept whole tensors: each rank keeps its own part."""
+        self._check.writes = get_version(self._check.copies)  # what was written is not lost
         if not self._idle():
             return
         if metadata.get(ASSIGN, False):
@@ -77,15 +88,6 @@ class StateHooks:
                     if other is not None and not other.cuts_like(sharding):
                         value = other.whole(value)
                     state[prefix + name] = _part(value.detach(), param, sharding)
-
-
-def _put(state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None:
-    for member, whole in zip(bucket.members, bucket.whole(), strict=True):
-        keys = [prefix + a.removeprefix(start) for a in member.aliases if a.startswith(start)]
-        present = [key for key in keys if key in state]
-        # A clone: a view would make torch.save write the whole bucket for every parameter.
-        value = whole.detach().cpu().clone() if present else None
-        state.update(dict.fromkeys(present, value))
 
 
 def _part(value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:

@@ -19,13 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.comm.machine.accelerators import Accelerator, Backend, row
-from shardwise.comm.machine.devices import (
-    detect,
-    device_module,
-    device_of,
-    imported,
-    index_of,
-)
+from shardwise.comm.machine.devices import detect, device_module, device_of, imported, index_of
 from shardwise.comm.machine.endpoint import on_one_host, own_endpoint
 from shardwise.comm.machine.environment import Launch, read_launch
 from shardwise.comm.machine.interfaces import choose_interface

@@ -110,8 +110,7 @@ def device_module(accelerator: Accelerator) -> Any:
     except RuntimeError as error:
         raise ConfigError(
             f"this torch does not know the device {accelerator.device}: it needs "
-            f"{accelerator.plugin}, which is not installed here. Install it, or pass "
-            'device="cpu".'
+            f'{accelerator.plugin}, which is not installed here. Install it, or pass device="cpu".'
         ) from error
 
 

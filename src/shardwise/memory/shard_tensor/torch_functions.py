@@ -148,9 +148,8 @@ def _local_parts(call: Call, pairs: Iterable[tuple[Row, Any]]) -> dict[int, Tens
 
 def _notify_write(written: Sequence[Tensor]) -> None:
     """Called before parameters are written, directly or through an alias."""
-    for sharding in dict.fromkeys(map(_param_sharding, written)):
-        if sharding is not None:
-            sharding.before_write()
+    for sharding in filter(None, dict.fromkeys(map(_param_sharding, written))):
+        sharding.before_write()
 
 
 def _param_sharding(tensor: Any) -> Sharding | None:

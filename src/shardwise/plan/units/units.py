@@ -281,9 +281,8 @@ class _Grouping:
 
 def _is_mostly(group: Group, member: Member) -> bool:
     """Are these single layers, at least half of whose elements are ``member``'s?"""
-    if any(True for module in group for _ in module.children()):
-        return False
-    return 2 * member.param.numel() >= elements(group)
+    has_parts = any(True for module in group for _ in module.children())
+    return not has_parts and 2 * member.param.numel() >= elements(group)
 
 
 # ------------------------------------------------------------------ names and tables
