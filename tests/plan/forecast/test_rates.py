@@ -65,6 +65,18 @@ def test_the_host_bounds_small_kernels_and_on_a_cpu_its_time_adds() -> None:
     assert (seconds / 2 + seconds / 2).total == pytest.approx(seconds.total)
 
 
+def test_python_takes_longer_to_start_a_kernel_than_a_graph_or_autograd() -> None:
+    """32 blocks of 40 kernels took 39 ms: pytorch.org/blog/accelerating-generative-ai-2."""
+    work, plain = Pass(kernels=32 * 40), replace(PLAIN, accelerator=known().accelerator("A100"))
+    eager = plain.seconds(work, written=work.kernels)
+    assert eager.host == pytest.approx(0.039, rel=0.25)
+    assert plain.seconds(work).host < eager.host / 4
+    compiled = replace(plain, kernels=Kernels(compiled=True))
+    assert compiled.seconds(work, written=work.kernels) == plain.seconds(work)
+    cpu = replace(plain, accelerator=replace(plain.accelerator, waits=True))
+    assert cpu.seconds(work, written=work.kernels) == cpu.seconds(work)
+
+
 def test_a_measured_machine_has_edges_and_an_engine_of_its_own() -> None:
     here = replace(H100, short=300.0, narrow=0.0, parameter=2e-5, unit=3e-4, waits=True)
     rates = replace(PLAIN, accelerator=here)

@@ -52,7 +52,7 @@ def played(
     inside: float = 0.0,
 ) -> tuple[MicroBatch, StepWork]:
     blueprint, work = drawn(strategy)
-    accelerator = replace(TABLE.accelerator("A100"), kernel=0.0, contention=contention)
+    accelerator = replace(TABLE.accelerator("A100"), kernel=0.0, python=0.0, contention=contention)
     links = (link(inside or bandwidth), link(bandwidth), link(bandwidth))
     machine = Machine(accelerator, *links, per_host=RANKS // 2 if inside else RANKS)
     listed = events(work.order, blueprint.policy, blueprint.nbytes)

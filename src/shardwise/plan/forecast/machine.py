@@ -51,6 +51,7 @@ class Accelerator:
         per_host: ranks of a usual host.
         flash2: the speed of FlashAttention-2 beside the fastest kernels for attention.
         kernel: seconds of the host to start one kernel.
+        python: the same where Python starts it, and not a compiled graph or autograd.
         waits: the host waits for each kernel, as on CPUs, so ``kernel`` adds to its time.
         device: what torch calls it.
         reserved: bytes of it that hold neither model nor engine: context, libraries, communicators.
@@ -81,6 +82,7 @@ class Accelerator:
     host: str = "PCIe 4"
     flash2: float = 1.0
     kernel: float = 6e-6
+    python: float = 25e-6
     waits: bool = False
     small: float | None = None
     contention: float | None = None

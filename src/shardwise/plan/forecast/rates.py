@@ -5,7 +5,7 @@ For each kind of kernel:
     product      FLOP / (promised x reached), longer by a share that grows as m, n or k is small
     attention    the same, with a rate of its own that depends on the head's size and the length
     the others   bytes moved / bandwidth; less of them where they are compiled into few kernels
-    host         the number of kernels; it bounds what is smaller
+    host         the number of kernels, and who starts them; it bounds what is smaller
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Rates:
         """Time of the engine for one call of a unit in one pass."""
         return Seconds(host=self.accelerator.unit / 2, waits=self.accelerator.waits)
 
-    def seconds(self, work: Pass, unit: str | None = None) -> Seconds:
-        """Time of ``work``, a pass of ``unit``."""
+    def seconds(self, work: Pass, unit: str | None = None, written: int = 0) -> Seconds:
+        """Time of ``work``, a pass of ``unit``, of whose kernels Python starts ``written``."""
         narrow = unit in self.kernels.narrow and self.kernels.precision != "bf16"
         products = attention = cast = 0.0
         for product, times in work.products:
@@ -121,9 +121,16 @@ class Rates:
             products,
             attention,
             moved / (self.accelerator.bandwidth * self.constants.bandwidth),
-            work.kernels * self.accelerator.kernel + work.gradients * self.accelerator.parameter,
+            self._host(work, written),
             self.accelerator.waits,
         )
+
+    def _host(self, work: Pass, written: int) -> float:
+        """Seconds to start kernels, and the engine's for gradients."""
+        accelerator = self.accelerator
+        slow = 0 if self.kernels.compiled or accelerator.waits else written
+        started = slow * accelerator.python + (work.kernels - slow) * accelerator.kernel
+        return started + work.gradients * accelerator.parameter
 
     def _product(self, product: Product, narrow: bool) -> float:
         precision = self.kernels.precision if narrow else _PRECISIONS[product.itemsize]

@@ -160,19 +160,22 @@ class _Durations:
 
     @property
     def rest(self) -> Seconds:
-        rest = self.work.rest
-        return self.rates.seconds(rest.forward) + self.rates.seconds(rest.backward)
+        rest, seconds = self.work.rest, self.rates.seconds
+        return seconds(rest.forward, written=rest.forward.kernels) + seconds(rest.backward)
 
     def of(self, unit: str, phase: Phase) -> Seconds:
         """Seconds of one call."""
         if unit not in self.work.units:
             return Seconds()
         work = self.work.units[unit]
-        part = work.forward if phase is Phase.FORWARD else work.backward
+        part, written = work.backward, work.recomputed
+        if phase is Phase.FORWARD:
+            part = written = work.forward
         calls = self.calls[unit, phase]
         key = id(part), unit in self.rates.kernels.narrow, calls
         if key not in self.known:
-            self.known[key] = self.rates.seconds(part, unit) / calls + self.rates.call
+            seconds = self.rates.seconds(part, unit, written.kernels)
+            self.known[key] = seconds / calls + self.rates.call
         return self.known[key]
 
 
