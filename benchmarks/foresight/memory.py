@@ -12,6 +12,7 @@ from benchmarks.foresight.plans import blueprint_of, work_of
 from benchmarks.foresight.rows import Case
 from shardwise.errors import ShardwiseError
 from shardwise.plan.forecast.memory import forecast
+from shardwise.plan.schedule.events import Mode
 
 QUANTISED = 0.53  # bytes of a weight of 4 bits, with its part of the scales
 
@@ -40,8 +41,9 @@ def settled(case: Case) -> Case:
     accelerator = case.machine.accelerator
     if case.tells or "C2C" in accelerator.host:
         return case
+    tensors = replace(case, software=replace(case.software, allocated=True, device=True))
     with suppress(ShardwiseError):
-        if peak_of(case) > accelerator.memory - accelerator.reserved:
+        if peak_of(tensors) > accelerator.memory:
             return replace(case, software=replace(case.software, checkpointing="full"))
     return case
 
@@ -51,13 +53,21 @@ def peak_of(case: Case) -> float:
     work = work_of(case, compiled=case.software.compiled)
     blueprint = replace(blueprint_of(case, case.shape.layers), device=torch.device("cuda"))
     frozen = case.shape.layers * case.shape.block_parameters * case.quantized
-    narrowed = frozen * (_itemsize(case) - QUANTISED)
-    peak = (
-        forecast(blueprint, work.order, work, case.software.optimizer).peak - narrowed / case.shards
-    )
+    narrowed = frozen * (_itemsize(case) - QUANTISED) / case.shards
+    used = case.software
+    # what only the optimizer's state is split for keeps the gradients whole until the step
+    mode: Mode = "last" if case.strategy == "zero1" else "train"
+    whole = forecast(blueprint, work.order, work, used.optimizer, mode)
     inputs = case.shape.layers * work.tokens * case.shape.width * 2  # of blocks, in bf16
-    peak = max(peak - inputs * case.software.offloads, _summoned(case))
-    return peak if case.software.allocated else peak * RESERVED
+    peak = max(whole.peak - narrowed - inputs * used.offloads, _summoned(case))
+    if mode == "last" and used.sums == "bfloat16":
+        peak -= case.shape.parameters * (_itemsize(case) - 2)
+    if used.lists and not case.rank:
+        peak = max(
+            peak, whole.between_steps + case.shape.parameters / case.shards * _itemsize(case)
+        )
+    peak = peak if used.allocated else peak * RESERVED
+    return peak + case.machine.accelerator.reserved * used.device
 
 
 def _summoned(case: Case) -> float:

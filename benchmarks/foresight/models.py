@@ -26,10 +26,11 @@ from shardwise.train.decoder import RMSNorm, rotate
 Checkpointing = Literal["none", "full", "second", "matmuls", "moved"]
 """Blocks that are recomputed: none, all, every second; or what of each: all but attention and every
 second product, all but attention and products."""
-Logits = Literal["whole", "held", "fused", "tokens", "vocabulary"]
+Logits = Literal["whole", "held", "narrow", "fused", "tokens", "vocabulary"]
 """What of the logits is alive at once: all of them, in float32; also what the model returned, until
-the step ends, as in a loop around transformers' models; all in bf16, where the loss is one kernel;
-or a part at a time, made twice: some tokens of all, or all tokens for a part of the vocabulary."""
+the step ends, as in a loop around transformers' models; all in bf16, as the loss is, or where it is
+one kernel; or a part at a time, made twice: some tokens of all, or all tokens for a part of the
+vocabulary."""
 TOKENS, VOCABULARY = (
     8,
     2048,
@@ -229,6 +230,9 @@ class Decoder(nn.Module):
             case "tokens" | "vocabulary" as along:
                 inputs = x, self.head.weight, along
                 return cast("Tensor", _LossInParts.apply(*inputs))  # type: ignore[no-untyped-call]
+            case "narrow":
+                logits = self.head(x)
+                return F.cross_entropy(logits, _targets(logits))
             case "fused":
                 return cast("Tensor", _FusedLoss.apply(self.head(x)))  # type: ignore[no-untyped-call]
             case "held":
@@ -266,8 +270,11 @@ class _FusedLoss(torch.autograd.Function):
 
 def _loss(logits: Tensor) -> Tensor:
     """``[tokens, vocabulary]`` → the mean cross-entropy, in float32."""
-    targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-    return F.cross_entropy(logits.float(), targets)
+    return F.cross_entropy(logits.float(), _targets(logits))
+
+
+def _targets(logits: Tensor) -> Tensor:
+    return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
 
 
 def _hold(_: Tensor, gradient: Tensor) -> Tensor:

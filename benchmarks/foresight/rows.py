@@ -31,9 +31,9 @@ class Inexpressible(Exception):
 
 
 STRATEGIES = {  # by what is in it without spaces and dashes, the first that is
-    "shardgradop|zero2|reshardafterforward=false": "shard_grad_op",
-    "[fh]sdp|zero3|fullshard|fullysharded|hybrid|mics|dpshard": "full_shard",
-    "distributedoptimizer|distopt|zero1": "zero1",
+    "shardgradop|(zero|sharding)2|reshardafterforward=false": "shard_grad_op",
+    "[fh]sdp|(zero|sharding)3|fullshard|fullysharded|hybrid|mics|dpshard": "full_shard",
+    "distributedoptimizer|distopt|(zero|sharding)1": "zero1",
     r"ddp|dataparallel|noshard|zero0|dp=?\d*$": "no_shard",
 }
 OTHER_LAYOUTS = (

@@ -122,7 +122,7 @@ SHAPES = {
     r"llama-3b": _llama(26, 3200, 32, 32, 8640, 32_000),  # OpenLLaMA
     r"llama-?(1-)?(30|33)b": _llama(60, 6656, 52, 52, 17920, 32_000),
     r"llama-?(1-)?65b": _llama(80, 8192, 64, 64, 22016, 32_000),
-    r"(llama-?2|codellama)-?70b": _llama(80, 8192, 64, 8, 28672, 32_000),
+    r"(llama-?2?|codellama)-?70b": _llama(80, 8192, 64, 8, 28672, 32_000),
     r"llama-?(2-?)?13b": _llama(40, 5120, 40, 40, 13824, 32_000),
     r"llama-?(2-?)?7b": _llama(32, 4096, 32, 32, 11008, 32_000),
     r"tinyllama": _llama(22, 2048, 32, 4, 5632, 32_000),
@@ -215,6 +215,9 @@ SHAPES = {
     r"stablelm(-2)?-1\.6b": _llama(24, 2048, 32, 32, 5632, 100_352),
     r"stablelm-3b": _llama(32, 2560, 32, 32, 6912, 50_304),
     r"command-r(-35b|$)": _llama(40, 8192, 64, 64, 22528, 256_000, tied=True),
+    r"aquila2?-7b": _llama(32, 4096, 32, 32, 11008, 143_973),
+    r"nemotron(-?4)?-8b": gpt(32, 4096, 32, 256_000, tied=False),
+    r"nemotron(-?4)?-15b": gpt(32, 6144, 48, 256_000, kv_heads=8, tied=False),
     r"aya-23-8b": _llama(32, 4096, 32, 8, 14336, 256_000, tied=True),
     r"exaone-3(\.\d)?-(7\.8|8)b": _llama(32, 4096, 32, 8, 14336, 102_400),
     r"solar-10\.7b": _llama(48, 4096, 32, 8, 14336, 32_000),
@@ -274,7 +277,7 @@ def plain_name(name: str) -> str:
 
 
 def _dashed(name: str) -> str:
-    return re.sub(r"[ _/]+", "-", name.lower())
+    return re.sub(r"[ _/()]+", "-", name.lower()).strip("-")
 
 
 def shape_named(name: str) -> Shape | None:

@@ -35,6 +35,9 @@ class Software:
         summons: a checkpoint is read into the whole model, which each rank gathers beside its part.
         allocated: the peaks that it prints are of what was allocated, and not of what the allocator
             had reserved.
+        device: they are of the whole device, with what a process has before any tensor.
+        lists: the optimizer goes through lists of tensors, and makes a copy of all that it steps.
+        sums: the dtype of gradients that stay whole until the step.
     """
 
     compiled: bool = True
@@ -53,6 +56,9 @@ class Software:
     apart: bool = False
     summons: bool = False
     allocated: bool = False
+    device: bool = False
+    lists: bool = False
+    sums: Literal["float32", "bfloat16"] = "float32"
 
 
 PEFT = Adapters(drops=True, wide=True)  # of its documents, and of what is built on it
@@ -74,6 +80,9 @@ SOFTWARE = {  # by the beginning of the framework's name
     "prime-rl": Software(adapters=Adapters(on="all"), logits="vocabulary", apart=True),
     "atorch": Software(False, adapters=Adapters(drops=True), logits="held", autocast=True),
     "litgpt": Software(False, adapters=Adapters(drops=True), allocated=True),
+    "lightning-thunder": Software(  # its benchmark of LitGPT
+        reduce="bfloat16", logits="narrow", stored="bfloat16", apart=True
+    ),
 }
 AROUND = (
     "transformers|trl|accelerate|hugging ?face|llama-?factory|axolotl|atorch"  # have their models
@@ -90,9 +99,20 @@ OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, c
     ("^prime-rl", "task", "sft", {"logits": "held"}),  # beside its own for reinforcement
     ("trainer", "strategy", "^ddp|single", {"autocast": True}),
     (PREPARED, "precision", "nf4", {"autocast": True}),
+    (
+        PREPARED,
+        "strategy",
+        r"fsdp|zero[- ]?3|full.?shard",
+        {"autocast": False},
+    ),  # trl leaves it out
+    ("", "text", "liger", {"compiled": True, "logits": "tokens"}),
+    ("", "text", "fused kernels|fast.kernels", {"compiled": True, "logits": "fused"}),
+    ("", "text", "unsloth", {"compiled": True, "logits": "fused", "offloads": True}),
     ("^internevo", "strategy", "within", {"whole": False}),
     ("^litgpt", "strategy", "fsdp", {"checkpointing": "full", "summons": True}),
+    ("deepspeed", "precision", "bf16", {"sums": "bfloat16", "reduce": "bfloat16"}),
     ("", "notes", "max_memory_allocated|memory active", {"allocated": True}),
+    ("", "text", "nvidia-smi|nvml", {"device": True}),
 )
 UNFUSED = r"(without|no|non|w/o)[- ](flash|fused att)|(eager|naive|unfused|vanilla) att"
 SINCE = {"transformers": (4, 36), "torch": (2, 0)}  # attention is one kernel
@@ -121,17 +141,25 @@ def _usual(row: Row) -> Software:
     if usual is None:
         usual = Software(compiled=re.search(EAGER, framework) is None)
         if re.search(AROUND, framework):
-            usual = replace(usual, logits="held", adapters=PEFT)
+            usual = replace(usual, logits="held", adapters=PEFT, lists="deepspeed" not in framework)
     for name, column, pattern, other in OTHERWISE:
-        if re.search(name, framework) and re.search(pattern, row[column].lower()):
+        if re.search(name, framework) and re.search(pattern, _said(row, column)):
             usual = replace(usual, **other)
     return usual
+
+
+def _said(row: Row, column: str) -> str:
+    """A cell in small letters; ``"text"``: all that are sentences."""
+    columns = ("framework", "strategy", "notes", "source") if column == "text" else (column,)
+    return " ".join(row[name] for name in columns).lower()
 
 
 def _told(row: Row, layers: int, usual: Software) -> Software:
     """The same with what the row says."""
     policy = row["act_ckpt"].lower()
-    changes: dict[str, Any] = {"fused": _fuses(row), "offloads": "offload" in policy}
+    changes: dict[str, Any] = {"fused": _fuses(row)}
+    if "offload" in policy:
+        changes["offloads"] = True
     if row["compile"]:
         changes["compiled"] = row["compile"].lower().split()[0] not in (*UNSAID, "eager")
     if policy:
@@ -169,7 +197,7 @@ def _stage(row: Row, used: Software) -> Software:
 
 def _fuses(row: Row) -> bool:
     """Is attention one kernel? FlashAttention is of June 2022, and later where code is eager."""
-    told = " ".join(row[name] for name in ("framework", "strategy", "notes", "source")).lower()
+    told = _said(row, "text")
     if re.search(UNFUSED, told):
         return False
     if re.search(r"flash|sdpa|xformers", told):

@@ -6,6 +6,7 @@ import csv
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,7 @@ def test_a_row_is_read_as_it_says_and_as_its_software_does(
         ("TPU v5litepod-256", "", "TPU v5e"),
         ("v5p-128", "", "TPU v5p"),
         ("Trillium", "", "TPU v6e"),
+        ("TPU v7x (Ironwood)", "", "TPU v7x"),
         ("NVIDIA DGX A100 x8", "", "A100 80GB"),
         ("4090", "", "RTX 4090"),
         ("MI250X (GCD)", "64", "MI250X GCD"),
@@ -111,6 +113,9 @@ def test_an_accelerator_is_known_by_many_spellings(
         ("GPT-3 175B", 174.6),
         ("StarCoder2-15B", 16.0),
         ("StableLM Alpha 3B", 3.6),
+        ("GPT-2 (124M)", 0.124),
+        ("Llama-70B", 69.0),
+        ("Nemotron-15B", 15.6),
     ],
 )
 def test_a_model_is_known_by_many_names(name: str, billions: float) -> None:
@@ -249,6 +254,7 @@ def test_a_mixture_of_experts_is_known_by_its_name(name: str) -> None:
         ("HSDP", "hybrid_shard"),
         ("dp_replicate 2 dp_shard 8", "hybrid_shard"),
         ("DP=16", "no_shard"),
+        ("sharding stage 2", "shard_grad_op"),
     ],
 )
 def test_a_strategy_is_known_by_many_spellings(
@@ -301,6 +307,49 @@ def test_notes_say_where_adapters_are_and_what_a_peak_is_of(
     )
     assert (plain.adapters.on, plain.allocated) == ("attention", False)
     assert (told.adapters.on, told.allocated) == ("all", True)
+
+
+@pytest.mark.parametrize(
+    ("told", "changes"),
+    [
+        ({"notes": "Liger kernels"}, {"compiled": True, "logits": "tokens"}),
+        ({"framework": "trl + Unsloth"}, {"logits": "fused", "offloads": True}),
+        ({"notes": "memory as nvidia-smi shows it"}, {"device": True}),
+        ({"framework": "transformers + trl"}, {"lists": True, "sums": "float32"}),
+        ({"framework": "transformers + DeepSpeed"}, {"lists": False, "sums": "bfloat16"}),
+        ({"framework": "trl", "precision": "nf4", "strategy": "DDP"}, {"autocast": True}),
+        ({"framework": "trl", "precision": "nf4", "strategy": "FSDP"}, {"autocast": False}),
+    ],
+)
+def test_what_fuses_keeps_or_copies_is_known_by_its_name(
+    rows: dict[str, dict[str, str]], told: dict[str, str], changes: dict[str, Any]
+) -> None:
+    software = case(rows["217"] | {"compile": "", "act_ckpt": "full"} | told).software
+    assert software == replace(software, **changes)
+
+
+def test_an_optimizer_over_lists_copies_what_it_steps(small: Case) -> None:
+    """``foreach`` of torch.optim: parameters, gradients, two moments, and a list of roots."""
+    lists = replace(small, software=replace(small.software, lists=True, allocated=True))
+    state = SMALL.parameters / small.shards * 4
+    few_tokens = replace(lists, length=2, micro_batch=1)
+    assert peak_of(few_tokens) >= 5 * state
+    adapted = replace(few_tokens, rank=4)
+    assert peak_of(adapted) < 5 * state
+
+
+def test_where_only_state_is_split_gradients_stay_whole_in_their_dtype(small: Case) -> None:
+    software = replace(small.software, allocated=True)
+    wide = replace(small, strategy="zero1", software=software)
+    narrow = replace(wide, software=replace(software, sums="bfloat16"))
+    assert peak_of(wide) - peak_of(narrow) == 2 * SMALL.parameters
+    assert peak_of(narrow) > peak_of(replace(wide, strategy="shard_grad_op"))
+
+
+def test_a_peak_of_the_device_has_what_a_process_has_without_tensors(small: Case) -> None:
+    whole = replace(small, software=replace(small.software, device=True))
+    reserved = small.machine.accelerator.reserved
+    assert peak_of(whole) == pytest.approx(peak_of(small) + reserved)
 
 
 def test_software_of_2025_has_its_embedding_apart_which_takes_less_memory(small: Case) -> None:
