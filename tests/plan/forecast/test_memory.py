@@ -248,7 +248,7 @@ def test_a_process_keeps_what_each_pool_has_had_at_most() -> None:
     lasting = sum(n for kind, n in memory.most.items() if kind not in transient)
     least = lasting + memory.pooled + heap.passing + FIRST_STEP
     assert memory.process(kept=0.0) == least > memory.peak
-    assert memory.process(0.5) - memory.process(0.0) == max(heap.saved, heap.passed) // 2
+    assert memory.process(0.5) - memory.process(0.0) == max(heap.saved, heap.freed) // 2
 
 
 class Waves(nn.Module):
@@ -266,13 +266,13 @@ class Waves(nn.Module):
 
 def test_what_recomputation_frees_at_once_passes() -> None:
     model, x = nn.Sequential(Waves()), torch.ones(8, 16)
-    for policy, passed in ((None, 1), (ActivationCheckpointing("Waves"), 3)):  # or some are saved
+    for policy, freed in ((None, 1), (ActivationCheckpointing("Waves"), 3)):  # or some are saved
         work = observe(model, choose_units(model, by_class(Waves)), (x,), {}, policy)
-        assert max(span.passed for span in work.forward) == passed * x.nbytes
+        assert max(span.freed for span in work.forward) == freed * x.nbytes
 
 
 def test_holes_are_a_part_of_what_is_saved_or_passed() -> None:
-    heap = Heap(blocks=100, mapped=7, saved=20, passing=10, passed=200)
+    heap = Heap(blocks=100, mapped=7, saved=20, passing=10, freed=200)
     assert heap.held(kept=0.25) == 117 + 50
     assert heap._replace(saved=400).held(kept=0.25) == 117 + 100
     assert heap._replace(engine=59).held(kept=0.25) == 117 + 50  # it fills them

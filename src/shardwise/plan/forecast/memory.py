@@ -69,7 +69,7 @@ class Heap(NamedTuple):
     Attributes:
         blocks, mapped: bytes at most of storages below the threshold, which leave holes; of others.
         saved, passing: bytes of the former that the backward pass frees, and as in ``StepWork``.
-        passed: bytes that the forward pass frees; of the largest size of each span.
+        freed: bytes that the forward pass frees; of the largest size of each span.
         engine: bytes of small tensors of the engine at most, which fill holes.
     """
 
@@ -77,7 +77,7 @@ class Heap(NamedTuple):
     mapped: int = 0
     saved: int = 0
     passing: int = 0
-    passed: int = 0
+    freed: int = 0
     engine: int = 0
 
     @classmethod
@@ -87,8 +87,8 @@ class Heap(NamedTuple):
         blocks = reduce(Level.then, (span.blocks for span in spans))
         mapped = reduce(Level.then, (span.mapped for span in spans))
         saved = sum(span.blocks.grown for span in work.forward)
-        passed = sum(span.passed for span in work.forward)
-        return cls(blocks.peak, mapped.peak, saved, work.passing, passed)
+        freed = sum(span.freed for span in work.forward)
+        return cls(blocks.peak, mapped.peak, saved, work.passing, freed)
 
     def held(self, kept: float) -> int:
         """Bytes of all at most, holes included; ``kept``: see ``MemoryForecast.process``.
@@ -96,7 +96,7 @@ class Heap(NamedTuple):
         Objects of autograd lie between what the forward pass saves, and between what it frees where
         it saves little; the holes beside them are too small for other blocks.
         """
-        holes = self.passing + int(kept * max(self.saved, self.passed))
+        holes = self.passing + int(kept * max(self.saved, self.freed))
         return self.blocks + self.mapped + max(self.engine, holes)
 
 

@@ -76,7 +76,7 @@ class _Span:
     blocks: int = 0  # of storages below the threshold: bytes when it began, and at most so far
     blocks_peak: int = 0
     mapped_peak: int = 0  # of the others
-    passed: Counter[int] = field(default_factory=Counter)  # made and freed blocks, by bytes
+    freed: Counter[int] = field(default_factory=Counter)  # made and freed blocks, by bytes
     kernels: _Kernels = field(default_factory=_Kernels)
     repeated: _Kernels = field(default_factory=_Kernels)
 
@@ -84,9 +84,9 @@ class _Span:
         grown, in_host = following.alive - self.alive, following.in_host - self.in_host
         blocks = Level(following.blocks - self.blocks, self.blocks_peak - self.blocks)
         mapped = Level(grown - blocks.grown, self.mapped_peak - (self.alive - self.blocks))
-        largest = max(self.passed, default=0)
-        passed = largest * self.passed[largest]
-        return Span(self.unit, grown, self.peak - self.alive, in_host, blocks, mapped, passed)
+        largest = max(self.freed, default=0)
+        freed = largest * self.freed[largest]
+        return Span(self.unit, grown, self.peak - self.alive, in_host, blocks, mapped, freed)
 
     def note(self, alive: int, blocks: int) -> None:
         """So many bytes are alive."""
@@ -209,7 +209,7 @@ class Recording(TorchDispatchMode):
         del self._made[key]
         self._change(span.unit, -nbytes, number)
         if span is self._span and nbytes < self._maps_from:
-            span.passed[nbytes] += 1
+            span.freed[nbytes] += 1
 
     def _change(self, unit: str | None, nbytes: int, number: int) -> None:
         self._alive[unit] += nbytes

@@ -96,7 +96,7 @@ class Span:
         peak: bytes alive at most, above those alive at its start.
         in_host: ``grown`` of what checkpointing keeps in host memory, which is not in ``grown``.
         blocks, mapped: of storages below the threshold, and of the others.
-        passed: bytes of the former that it made and freed, of the largest size of these.
+        freed: bytes of the former that it made and freed, of the largest size of these.
     """
 
     unit: str | None
@@ -105,14 +105,14 @@ class Span:
     in_host: int = 0
     blocks: Level = NOTHING
     mapped: Level = NOTHING
-    passed: int = 0
+    freed: int = 0
 
     def then(self, other: Span) -> Span:
         """Both, as one span of the first one's unit."""
         level = Level(self.grown, self.peak).then(Level(other.grown, other.peak))
         blocks, mapped = self.blocks.then(other.blocks), self.mapped.then(other.mapped)
-        in_host, passed = self.in_host + other.in_host, self.passed + other.passed
-        return Span(self.unit, *level, in_host, blocks, mapped, passed)
+        in_host, freed = self.in_host + other.in_host, self.freed + other.freed
+        return Span(self.unit, *level, in_host, blocks, mapped, freed)
 
 
 @dataclass(frozen=True)
