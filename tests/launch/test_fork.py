@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shardwise as sw
 from shardwise.cli.train import _imported_once
 from shardwise.errors import ShardwiseError
 from shardwise.launch.fork import Fork
@@ -157,6 +160,43 @@ def test_after_a_crash_the_ranks_are_forked_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00", "01", "10", "11"]
     with pytest.raises(ChildProcessError):  # the stores of both attempts have ended
         os.waitpid(-1, os.WNOHANG)
+
+
+def kill_the_store_once(meets: bool) -> None:
+    """Rank 0 kills the store: before it can be reached, or when both ranks have met."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+        return
+    if meets:
+        with sw.connect(timeout=60) as comm:
+            end_the_store()
+            comm.agree({"a": "fact"})
+    end_the_store()
+    with sw.connect(timeout=60):
+        pass
+
+
+def end_the_store() -> None:
+    if os.environ["RANK"] == "1":
+        return
+    siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    while True:
+        for pid in siblings.read_text("ascii").split():
+            if Path(f"/proc/{pid}/comm").read_text("ascii") == "shardwise-store\n":
+                os.kill(int(pid), signal.SIGKILL)
+                return
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@forked
+def test_a_store_that_is_killed_ends_the_ranks_and_is_named(meets: bool) -> None:
+    main, begin = partial(kill_the_store_once, meets), time.monotonic()
+    (restarted,) = start_forks(main, restarts=1)
+    named = (
+        r"the store at which the ranks meet \(shardwise-store, process \d+\) was killed by SIGKILL"
+    )
+    assert re.fullmatch(rf"{named}\.", reason_for(main))
+    assert re.fullmatch(rf"{named}; all ranks start again \(1 of 1\)", restarted)
+    assert time.monotonic() - begin < 30  # and nobody waited for a minute
 
 
 # --- where new processes are started, as before ----------------------------------------------

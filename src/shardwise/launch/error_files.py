@@ -101,10 +101,10 @@ def write_error_file(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended with a status other than 0.
+    """A rank that ended with a status other than 0, or the store at which the ranks meet.
 
     Attributes:
-        rank, pid: of the process.
+        rank, pid: of the process; the store's rank is -1.
         status: its exit status; minus the signal's number if a signal ended it.
         timestamp: seconds since 1970: of the error if it was written, else when the end was seen.
         message: the error that it wrote, or ``""``.
@@ -136,10 +136,17 @@ class RankFailure:
         except (OSError, ValueError, KeyError, TypeError):
             return cls(rank, pid, status, now)
 
+    @classmethod
+    def of_store(cls, pid: int, status: int) -> RankFailure:
+        """The end of the store's process, which nobody but SIGKILL should have caused."""
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended ({status})"
+        message = f"the store at which the ranks meet (shardwise-store, process {pid}) {how}"
+        return cls(-1, pid, status, 0.0, message)  # before what the ranks say of it
+
     @property
     def summary(self) -> str:
         """Say in one clause how the rank ended."""
-        if self.message.startswith("rank "):
+        if self.message.startswith("rank ") or self.rank < 0:
             return self.message
         if self.message:
             return f"rank {self.rank}: {self.message}"
@@ -152,7 +159,7 @@ class RankFailure:
     def error_message(self) -> str:
         """The message for the user."""
         if self.message:
-            return self.summary
+            return self.summary + "." * (self.rank < 0)
         if self.status >= 0:
             return f"{self.summary}; see above."
         if self.status != -signal.SIGKILL:

@@ -222,13 +222,16 @@ class _Ranks:
                 os.killpg(process.pid, number)
 
     def failures(self) -> list[RankFailure]:
-        """The ranks that have ended with a status other than 0."""
+        """The ranks that have ended with a status other than 0, and the store if it has ended."""
         pairs = enumerate(zip(self.processes, self.error_files, strict=True))
-        return [
+        failed = [
             RankFailure.from_error_file(rank, process.pid, status, error_file)
             for rank, (process, error_file) in pairs
             if (status := process.poll())
         ]
+        if isinstance(self.store, Fork) and (status := self.store.poll()) is not None:
+            failed.append(RankFailure.of_store(self.store.pid, status))
+        return failed
 
     @property
     def running(self) -> bool:
@@ -248,6 +251,7 @@ class _Ranks:
         if isinstance(self.store, Fork):
             self.store.send_signal(signal.SIGKILL)
             self.store.wait()
+            self.store = None
 
 
 def _spawned(command: Sequence[str], environ: Mapping[str, str], lifeline: int) -> _Process:
@@ -286,8 +290,8 @@ def _wait(ranks: _Ranks, signals: _SignalQueue) -> list[RankFailure]:
         if crashes:
             ranks.end(TERMINATE_GRACE)
             # The status that was seen first counts: it was not caused by ending the ranks.
-            first_seen = {failure.rank: failure for failure in crashes}
-            return [first_seen.get(failure.rank, failure) for failure in ranks.failures()]
+            by_rank = {failure.rank: failure for failure in (*ranks.failures(), *crashes)}
+            return list(by_rank.values())
         time.sleep(POLL_INTERVAL)
     return ranks.failures()
 
