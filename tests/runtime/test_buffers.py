@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,41 @@ def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
         sw.shard(nn.Linear(2, 2), buffers="mean")  # type: ignore[arg-type]
     with pytest.raises(sw.ConfigError, match='that is buffers= here: "broadcast" for True'):
         sw.shard(nn.Linear(2, 2), broadcast_buffers=True)  # type: ignore[call-arg]
+
+
+# ---- graphs that are used again ------------------------------------------------------------------
+
+
+def penalty(model: nn.Module, batch: nets.Batch) -> None:
+    seen = batch[0].clone().requires_grad_()
+    loss = nets.loss(model, (seen, *batch[1:]))
+    (slope,) = torch.autograd.grad(loss, seen, create_graph=True)
+    (loss + slope.square().sum()).backward()
+
+
+def two_passes(model: nn.Module, batch: nets.Batch) -> None:
+    loss = nets.loss(model, batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def kept_for_nothing(model: nn.Module, batch: nets.Batch) -> None:
+    nets.loss(model, batch).backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("passes", [penalty, two_passes, kept_for_nothing])
+@pytest.mark.parametrize("policy", ["broadcast", "average"])
+def test_buffers_are_made_alike_when_no_graph_of_the_step_reads_them_any_more(
+    policy: Any, passes: Callable[[nn.Module, nets.Batch], None]
+) -> None:
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sw.shard(model, comm=comm, buffers=policy)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(2):
+            passes(model, BATCH(10 * step + comm.rank, 4))
+            optimizer.step()
+            optimizer.zero_grad()
+        return statistics(model)
+
+    first, second = on_ranks(2, BUILD, rank)
+    assert equal(first, second)

@@ -25,7 +25,7 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.use_errors import gradient_without_gather
 from shardwise.plan.schedule.cursor import Cursor
 from shardwise.plan.schedule.decide import Facts, Upcoming, decide
-from shardwise.plan.schedule.events import Cue, Event, Mode, Op, Order, Phase, Policy
+from shardwise.plan.schedule.events import Cue, Event, Op, Order, Phase, Policy
 from shardwise.runtime.schedules import Schedules
 from shardwise.runtime.trained import Trained
 from shardwise.runtime.unit import UnitState
@@ -68,6 +68,7 @@ class Runtime:
         self._pinned: frozenset[str] = frozenset()
         self._kept: frozenset[str] = frozenset()
         self.at_step_end: Callable[[Comm], object] = lambda _: None  # once gradients are reduced
+        self._is_at_end = True  # else a graph that is kept may read what that changes
         #: Called before an optimizer updates: what rooms above have to check or to finish by then.
         self.before_update: list[Callable[[], object]] = []
         self.listeners: list[Callable[[Event], None]] = []  # of events that are carried out
@@ -170,7 +171,7 @@ class Runtime:
         """A forward pass starts with unit ``first``. Returns what ``end_forward`` goes on with."""
         before = self._cursor
         if not torch.is_grad_enabled():
-            self._cursor = self._begun("forward")
+            self._cursor = Cursor("forward", self.schedules.script("forward"))
             self._pinned = frozenset(self.facts.pinned)
             # The backward pass of a step under way reads what is whole now.
             self._kept = frozenset() if before.ended else frozenset(self.facts.gathered)
@@ -180,13 +181,10 @@ class Runtime:
             return before
         self._peers_may_read, mode = True, self._mode()
         if before.ended:
-            self._cursor = self._begun(mode)
+            self._cursor = Cursor(mode, self.schedules.script(mode))
         elif not before.lists_forward(mode, first):
             before.improvise()
         return self._cursor
-
-    def _begun(self, mode: Mode) -> Cursor:
-        return Cursor(mode, self.schedules.script(mode))
 
     def end_forward(self, cursor: Cursor) -> None:
         """A forward pass is over: end the step, if no backward pass will."""
@@ -254,7 +252,9 @@ class Runtime:
             self._peers_may_read = False
         if used is not None:
             self._steps += 1
-            self.at_step_end(self.comm)
+            self._is_at_end = not kept
+            if not kept:
+                self.at_step_end(self.comm)
         self._learn()
 
     def _learn(self) -> None:
@@ -286,6 +286,9 @@ class Runtime:
         self.trained.updates.update(updates)
         for entry in self.before_update:
             entry()
+        if not self._is_at_end:
+            self._is_at_end = True
+            self.at_step_end(self.comm)
         self.end_step(steps_only=True)
         self.await_readers()
         self.check_reduced()

@@ -72,7 +72,7 @@ def reduce(call: Call) -> Any:
 def _reduction_of(call: Call, shard: Any) -> TensorReduction | None:
     """``None`` if the function does not reduce all elements to one number."""
     names, args = _POSITIONAL.get(call.name, ()), call.args[1:]
-    named = {key: value for key, value in call.kwargs.items() if not _is_default(value)}
+    named = {k: v for k, v in call.kwargs.items() if v is not None and v is not False and v != ()}
     dtype = named.pop("dtype", None)
     options = dict(zip(names, args, strict=False)) | named
     if call.name not in _REDUCTIONS or len(args) > len(names) or not options.keys() <= {*names}:
@@ -101,10 +101,6 @@ def norms_of_list(call: Call) -> Any:
     dtype = call.kwargs.get("dtype")
     pairs = zip(norms, tensors, strict=True)
     return [norm.to((dtype or tensor.dtype).to_real()) for norm, tensor in pairs]
-
-
-def _is_default(value: object) -> bool:
-    return value is None or value is False or value == ()
 
 
 def vector_norm(part: Tensor, order: float) -> Tensor:

@@ -169,12 +169,6 @@ def _set_where(call: Call) -> Any:
     return filled if isinstance(filled, ShardUseError) else None
 
 
-def _initialise(call: Call) -> Any:
-    """``nn.init.constant_``, inside which nothing is recorded."""
-    with torch.no_grad():
-        return _elementwise(call)
-
-
 def _equal(call: Call) -> Any:
     """``equal`` and ``allclose``: true if true on every rank."""
     (row,), reference = call.rows(), call.first
@@ -268,7 +262,7 @@ _SPECIAL: dict[str, Callable[[Call], Any]] = {
     "__delete__": Call.run,
     "__setitem__": _set_where,
     "detach": _alias,
-    "constant_": _initialise,
+    "constant_": torch.no_grad()(_elementwise),  # of ``nn.init``, which records nothing
     "grad": _autograd_grad,
     "_foreach_norm": norms_of_list,
     "equal": _equal,
