@@ -810,3 +810,22 @@ def test_while_the_exception_is_kept_the_next_forward_pass_guards_them() -> None
     train(model, nets.decoder_batch(0, 2))
     del kept
     assert kinds(model) == {ShardedParameter}
+
+
+def test_state_is_plain_and_a_copy_of_the_shard_makes_its_sums_global() -> None:
+    """As docs/optimizers.md says."""
+
+    def rank(comm: Comm, model: nn.Module) -> float:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, ODD.batch(comm.rank, 2))
+        optimizer.step()
+        whole = sharded.optimizer_state_dict(optimizer)["state"]
+        for name, param in model.named_parameters():
+            moment = optimizer.state[param]["exp_avg"]
+            assert type(moment) is Tensor
+            norm = param.detach().clone().copy_(moment).norm()
+            assert_near(norm, whole[name]["exp_avg"].norm())
+        return float(norm)
+
+    assert len(set(on_ranks(3, ODD.build, rank))) == 1
