@@ -300,6 +300,23 @@ def _refused(comm: Comm) -> str:
     return text
 
 
+@pytest.mark.parametrize("save", [sw.Sharded.save, sw.Sharded.save_async])
+def test_a_last_step_that_one_rank_skips_is_not_saved(save: Any, tmp_path: Path) -> None:
+    """SGD has no count of its steps, and no backward pass follows at which ranks compare them."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, comm=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        nets.loss(model, nets.decoder_batch(comm.rank, 2)).backward()
+        if comm.rank == 0:
+            optimizer.step()
+        return said(sw.CheckpointError, lambda: save(sharded, tmp_path / "step-1"))
+
+    first, second = on_ranks(2, nets.decoder, rank)
+    assert first == second
+    assert "backward(): rank 0: 1 × SGD.step() with lr 0.1; rank 1: none" in first
+
+
 @pytest.mark.spawn
 def test_a_folder_that_not_all_ranks_share_is_rank_0s_alone(tmp_path: Path) -> None:
     said = [o.value or o.error for o in outcomes_of(2, elsewhere, str(tmp_path))]

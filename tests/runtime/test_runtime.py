@@ -811,11 +811,15 @@ def test_elsewhere_every_rank_says_at_once_that_they_differ(
 @pytest.mark.parametrize("run", [run_threads, run_sharing])
 @pytest.mark.parametrize(
     ("rate", "said"),
-    [(0.0, "parameters [(]"), (0.2, r"parameters, after 1 × SGD.step\(\) with lr 0.2, 0.1 ")],
-    ids=["skipped", "another_rate"],
+    [
+        (0.0, "parameters [(]"),
+        (0.2, r"parameters, after 1 × SGD.step\(\) with lr 0.2, 0.1 "),
+        (torch.tensor(0.2), r"parameters, after 1 × SGD.step\(\) with lr 0.2, 0.1 "),
+    ],
+    ids=["skipped", "another_rate", "another_tensor"],
 )
 def test_a_rank_that_updates_otherwise_than_others_is_named_in_the_next_step(
-    run: Callable[..., list[Any]], strategy: str, rate: float, said: str
+    run: Callable[..., list[Any]], strategy: str, rate: float | Tensor, said: str
 ) -> None:
     """A loss that one rank alone leaves out, or a scheduler that looks at the rank's own loss."""
     models = [Chain(), Chain()]

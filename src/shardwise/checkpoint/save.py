@@ -81,12 +81,14 @@ def save(sharded: ShardedModel, asked: Asked) -> Saved:
 def begin(sharded: ShardedModel, asked: Asked) -> Task:
     """Phases 1 to 3. A collective."""
     comm, token = sharded.comm, new_token()
+    steps = sorted(sharded.runtime.trained.updates.items())
+    updates = {"steps since backward()": ", ".join(f"{n} × {text}" for text, n in steps) or "none"}
     # First what may fail on one rank alone, and what decides which collectives follow.
     (request, state), told = agreed(
         comm,
         "what is saved",
         lambda: _chosen(sharded, asked()),
-        lambda chosen: _facts(*chosen),
+        lambda chosen: {**_facts(*chosen), **updates},
         lambda chosen: _told(token, *chosen),
     )
     token, final, kind = told[0][0], _final(request), request.options.kind

@@ -21,12 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint import checksum, manifest, training_state
 from shardwise.checkpoint.collectives import all_gather_object
-from shardwise.checkpoint.local_shards import (
-    LocalShard,
-    own_rows,
-    param_shards,
-    weights,
-)
+from shardwise.checkpoint.local_shards import LocalShard, own_rows, param_shards, weights
 from shardwise.checkpoint.optimizer_state import Named, facts_of, optimizer_shards
 from shardwise.checkpoint.options import Part, SaveRequest
 from shardwise.checkpoint.plan import FilePlan, block_size, index_files, plan_files

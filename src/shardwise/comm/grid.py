@@ -81,13 +81,11 @@ def shape_of(
         strategy: the model's, for errors.
         hybrid: it uses two axes.
         world: number of ranks.
-        mesh: ``(replicate, shard)``, or a ``DeviceMesh`` of two axes; otherwise a row of the grid
-            is a host.
+        mesh: ``(replicate, shard)``, or a ``DeviceMesh`` of two axes; else a row is a host.
         local_size: ranks on this host; ``None`` = unknown.
 
     Raises:
-        ConfigError: the product is not the number of ranks, nothing says the shape, or the strategy
-            cannot use two axes.
+        ConfigError: its product is not ``world``, nothing says it, or the strategy has one axis.
     """
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         mesh = tuple(mesh.mesh.shape)

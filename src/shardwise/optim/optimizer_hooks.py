@@ -337,7 +337,10 @@ def _update_of(optimizer: Optimizer) -> str:
     """The class and learning rates of a step, which are to be alike on all ranks."""
     # Of one schedule, hosts with other mathematical libraries may differ in the last digits.
     rates = (group.get("lr") for group in optimizer.param_groups)
-    known = dict.fromkeys(f"{rate:.6g}" for rate in rates if isinstance(rate, int | float))
+    on_host = (
+        r for r in rates if isinstance(r, int | float) or (isinstance(r, Tensor) and r.is_cpu)
+    )
+    known = dict.fromkeys(f"{float(rate):.6g}" for rate in on_host)
     return f"{type(optimizer).__name__}.step() with lr {', '.join(known)}"
 
 

@@ -21,6 +21,7 @@ class ShardedModel(Protocol):
     comm: Comm
     placement: Placement
     buckets: tuple[Bucket, ...]
+    runtime: Any  # ``runtime.runtime.Runtime``, which counts the steps of optimizers
     _background: Any  # ``checkpoint.background.Background``: the save that is under way
 
     def admitted(
