@@ -105,9 +105,10 @@ OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, c
         r"fsdp|zero[- ]?3|full.?shard",
         {"autocast": False},
     ),  # trl leaves it out
-    ("", "text", "liger", {"compiled": True, "logits": "tokens"}),
     ("", "text", "fused kernels|fast.kernels", {"compiled": True, "logits": "fused"}),
+    ("", "text", "liger", {"compiled": True, "logits": "tokens"}),
     ("", "text", "unsloth", {"compiled": True, "logits": "fused", "offloads": True}),
+    ("unsloth", "source", "202[5-9]", {"logits": "tokens"}),  # cut cross-entropy, November 2024
     ("^internevo", "strategy", "within", {"whole": False}),
     ("^litgpt", "strategy", "fsdp", {"checkpointing": "full", "summons": True}),
     ("deepspeed", "precision", "bf16", {"sums": "bfloat16", "reduce": "bfloat16"}),
@@ -149,8 +150,8 @@ def _usual(row: Row) -> Software:
 
 
 def _said(row: Row, column: str) -> str:
-    """A cell in small letters; ``"text"``: all that are sentences."""
-    columns = ("framework", "strategy", "notes", "source") if column == "text" else (column,)
+    """A cell in small letters; ``"text"``: all that say what computes."""
+    columns = ("framework", "strategy", "notes") if column == "text" else (column,)
     return " ".join(row[name] for name in columns).lower()
 
 
@@ -197,7 +198,7 @@ def _stage(row: Row, used: Software) -> Software:
 
 def _fuses(row: Row) -> bool:
     """Is attention one kernel? FlashAttention is of June 2022, and later where code is eager."""
-    told = _said(row, "text")
+    told = f"{_said(row, 'text')} {_said(row, 'source')}"
     if re.search(UNFUSED, told):
         return False
     if re.search(r"flash|sdpa|xformers", told):

@@ -312,7 +312,12 @@ def test_notes_say_where_adapters_are_and_what_a_peak_is_of(
 @pytest.mark.parametrize(
     ("told", "changes"),
     [
-        ({"notes": "Liger kernels"}, {"compiled": True, "logits": "tokens"}),
+        ({"notes": "fused kernels, Liger"}, {"compiled": True, "logits": "tokens"}),
+        (
+            {"framework": "trl", "source": "unslothai/unsloth"},
+            {"compiled": False, "logits": "held"},
+        ),
+        ({"framework": "Unsloth", "source": "README of 2025"}, {"logits": "tokens"}),
         ({"framework": "trl + Unsloth"}, {"logits": "fused", "offloads": True}),
         ({"notes": "memory as nvidia-smi shows it"}, {"device": True}),
         ({"framework": "transformers + trl"}, {"lists": True, "sums": "float32"}),
