@@ -75,11 +75,21 @@ fail("came second", now + 0.2) if rank == 0 else fail("came first", now + 0.1)
     assert reason_for(when_both_have_told(tmp_path) + code) == "rank 1: came first"
 
 
-def test_a_rank_that_was_killed_is_the_reason_for_the_others_errors() -> None:
-    code = """
+def test_a_rank_that_was_killed_is_the_reason_for_the_others_errors(tmp_path: Path) -> None:
+    code = f"""
+note = os.path.join({str(tmp_path)!r}, "pid")
 if rank == 1:
+    open(note + ".new", "w").write(str(os.getpid()))
+    os.rename(note + ".new", note)
     os.kill(os.getpid(), 9)
-time.sleep(0.05)
+while not os.path.exists(note):
+    time.sleep(0.01)
+stat = "/proc/" + open(note).read() + "/stat"
+try:
+    while open(stat).read().rpartition(") ")[2][0] != "Z":
+        time.sleep(0.01)
+except OSError:  # and its parent has noticed
+    pass
 fail("my peer is gone")
 """
     said = reason_for(code)
