@@ -21,7 +21,7 @@ from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter, pu
 from shardwise.memory.sharding import sharding_of
 from shardwise.torch_internals import disable_torch_function
 from tests import nets
-from tests.copies import local, on_ranks, said
+from tests.copies import local, on_ranks, said, seeded
 from tests.fake import FakeComm
 from tests.steps import STRATEGIES, train
 
@@ -111,6 +111,20 @@ def test_every_rank_refuses_to_record_a_shard_for_a_loss(use: Callable[[Tensor],
             use(param)
 
     on_ranks(3, Normed, rank)
+
+
+@pytest.mark.parametrize("ask", [lambda p: p != 0, torch.isnan, lambda p: p > p.detach().mean()])
+def test_a_question_that_autograd_does_not_record_is_answered(
+    ask: Callable[[Tensor], Tensor],
+) -> None:
+    """``(p != 0).sum()`` is a sparsity, and no part of a loss."""
+
+    def rank(comm: Comm, model: nn.Module) -> list[int]:
+        sw.shard(model, comm=comm)
+        return [int(ask(param).sum()) for param in model.parameters()]
+
+    plain = [int(ask(param).sum()) for param in seeded(Normed).parameters()]
+    assert on_ranks(3, Normed, rank) == [plain] * 3
 
 
 def test_an_average_of_the_parameters_is_kept_on_shards() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardUseError
-from shardwise.memory.shard_tensor.elementwise import writes
+from shardwise.memory.shard_tensor.elementwise import PREDICATES, bare_name, writes
 from shardwise.memory.shard_tensor.use_errors import (
     needs_full_tensor,
     recorded_by_autograd,
@@ -89,7 +89,8 @@ class Call:
 
     def records(self) -> bool:
         """Would autograd record the call, as if the shard were the whole parameter?"""
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
+        recorded = torch.is_grad_enabled() and bare_name(self.name) not in PREDICATES
+        return recorded and any(tensor.requires_grad for tensor in self.tensors())
 
     def recording_error(self) -> ShardUseError:
         return recorded_by_autograd(self.name, self.first)
