@@ -20,7 +20,7 @@ from shardwise.api import nn as losses
 from shardwise.comm.protocol import Comm
 from shardwise.hf.labelled import TESTED, head_of, in_place_of_logits, why_all_logits
 from shardwise.hf.quantized import quantize
-from shardwise.plan import linear_in_slot
+from shardwise.plan import in_slot
 from tests.copies import assert_near, local
 from tests.hf.folders import ARCHITECTURES, HEADS_OF_8, SHAPE, VOCABULARY
 from tests.hf.quantising import quantising_one_at_a_time
@@ -55,7 +55,7 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def _as_in_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LEAST_ROWS", 3)
-    monkeypatch.setattr(linear_in_slot, "LARGE", 1)
+    monkeypatch.setattr(in_slot, "LARGE", 1)
 
 
 def model_of(kind: str, **options: Any) -> Any:
@@ -159,7 +159,7 @@ def test_a_head_whose_forward_is_replaced_computes_all_logits() -> None:
 def test_the_engines_own_forward_of_a_head_counts_as_none_and_is_put_back() -> None:
     sharded = sw.shard(model_of("llama"))
     own = vars(head_of(sharded.model))["forward"]
-    assert linear_in_slot.is_in_slot(own)
+    assert in_slot.is_in_slot(own)
     assert why_all_logits(sharded) == ""
     labelled(sharded.model, batch_of(0, 5)).backward()
     assert vars(head_of(sharded.model))["forward"] is own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.plan import linear_in_slot
+from shardwise.plan import in_slot
 from tests.programs.__main__ import judged
 
 REFUSED = (
@@ -30,5 +30,5 @@ def test_so_it_is_where_every_weights_gradient_is_computed_in_its_slot(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is done for large matrices alone, done for all."""
-    monkeypatch.setattr(linear_in_slot, "LARGE", 1)
+    monkeypatch.setattr(in_slot, "LARGE", 1)
     test_a_random_program_is_equal_to_one_process_or_refused(seed)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.api.sharded import Sharded
-from shardwise.plan.linear_in_slot import is_in_slot
+from shardwise.plan.in_slot import is_in_slot
 
 TESTED = frozenset({
     *("Decoder", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GemmaForCausalLM", "LlamaForCausalLM"),

@@ -64,9 +64,10 @@ class Gradients:
         self._versions: dict[int, int] = {}  # of what is shown instead of what is aside
         self._numels = [slot.numel for slot in spec.slots]
         self.arrivals = Arrivals(spec.params, self._numels)
-        self._opens = spec.dtypes.lent
+        self.lends = True  # do all gradients come to ``collect``? Not inside full_params()
         self._lent = set[int]()  # slots in which a gradient is computed, and has not come
         self._kept = set[int]()  # those of which another gradient came than was computed there
+        self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}  # to be added to what is lent
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
         self._views: list[Tensor] = []  # of it, and then of the gaps between them
         self.reducing: PendingReduction | None = None
@@ -76,6 +77,7 @@ class Gradients:
         self._label = Label("reduce", spec.title)
         for index, param in enumerate(spec.params):
             param.lend_slot = partial(self.lend, index)  # type: ignore[attr-defined]
+            param.add_rows = partial(self.add_rows, index)  # type: ignore[attr-defined]
         self.kept_mean = KeptMean(spec.rest_views, spec.keeps_mean)
 
     @property
@@ -97,7 +99,7 @@ class Gradients:
             return
         indices, grads = self.arrivals.take(self.spec.params)
         dense = {*map(type, grads)} == {Tensor} and True not in map(is_sparse, grads)
-        if dense and not self._lent and not (self.arrived and self.arrived.intersection(indices)):
+        if dense and self._lent.isdisjoint(indices) and self.arrived.isdisjoint(indices):
             self._ready_to_collect(self._carried)
             self.arrived.update(indices)
             self.missing.difference_update(indices)
@@ -207,7 +209,7 @@ class Gradients:
         self.full = self._bucket = None
         self.reducing = self.result = self.stored = None
         self._views, self.carries = [], False
-        for kept in (self._shown, self.arrived, self._reduced, self._lent):
+        for kept in (self._shown, self.arrived, self._reduced, self._lent, self._rows):
             kept.clear()
 
     def collect(self, index: int, grad: Tensor, carried: bool) -> bool:
@@ -221,8 +223,11 @@ class Gradients:
         again = index in self.arrived
         self.arrived.add(index)
         self.missing.discard(index)
+        view = self._views[index]
         if not is_there:
-            self._put(self._views[index], grad.to_dense() if grad.is_sparse else grad, again)
+            self._put(view, grad.to_dense() if grad.is_sparse else grad, again)
+        for numbers, rows in self._rows.pop(index, ()):
+            view.index_add_(0, numbers, rows.to(view.dtype))
         return not self.missing
 
     def _ready_to_collect(self, carried: bool) -> None:
@@ -237,14 +242,20 @@ class Gradients:
         """
         hooks = hooks_of(self.spec.params[index])
         taken = index in self.arrived or index in self._lent or index in self._kept
-        if taken or hooks or self._shown or self.reducing is not None:
+        if taken or hooks or self._shown or self.reducing is not None or not self.lends:
             return None
-        if dtype is not (self._opens if self.full is None else self.full.dtype):
+        if dtype is not (self.spec.dtypes.lent if self.full is None else self.full.dtype):
             return None
         if self.full is None:
             self._open(dtype)
         self._lent.add(index)
         return self._views[index].detach()
+
+    def add_rows(self, index: int, numbers: Tensor, rows: Tensor) -> bool:
+        """Add ``[m, d]`` to rows ``[m]`` of a lent slot, when that is back; is one lent?"""
+        if index in self._lent:
+            self._rows.setdefault(index, []).append((numbers, rows))
+        return index in self._lent
 
     def _is_back(self, index: int, grad: Tensor) -> bool:
         """Is ``grad`` the slot that is lent for it? If not, somebody may have that still."""
@@ -307,7 +318,8 @@ class Gradients:
         full = self.full if self.full is not None else self._open(spec.dtypes.collected)
         if unwritten := {*range(len(self._views))} - self.arrived:
             foreach_zero_([*map(self._views.__getitem__, unwritten)])
-        self.reducing = self._reduce_over(0, full, out)
+        comm, reduction = self._averages[0]
+        self.reducing = reduction.start(full, comm, self._label, out)
         if self.reducing.sent is not full:  # it was narrowed
             self._release()
             self.full = self.reducing.sent
@@ -316,7 +328,8 @@ class Gradients:
         """Wait for the reduce, let the gradient bucket go, and issue the sum over the copies."""
         if self.reducing is not None:
             self.reducing.pending.wait()
-            self.reducing = self._reduce_over(1, self.reducing.out)
+            comm, reduction = self._averages[1]
+            self.reducing = reduction.start(self.reducing.out, comm, self._label)
             self._release()
 
     def settle(self) -> None:
@@ -345,11 +358,6 @@ class Gradients:
             full.view(copies.size, -1)[copies.rank] = mean
         self._spreading = copies.all_gather(full, Label("spread", spec.title))
         return full
-
-    def _reduce_over(self, at: int, full: Tensor, out: Tensor | None = None) -> PendingReduction:
-        """Issue one of the reductions."""
-        comm, reduction = self._averages[at]
-        return reduction.start(full, comm, self._label, out)
 
     def mean(self) -> Tensor | None:
         """Return the mean gradients that were settled, ``[S]``, when all parts have come."""

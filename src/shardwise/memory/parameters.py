@@ -386,7 +386,7 @@ class Bucket:
         for param in self._ours:
             del param.before_write  # type: ignore[attr-defined]
         for param in self.params:
-            del param.lend_slot  # type: ignore[attr-defined]
+            del param.lend_slot, param.add_rows  # type: ignore[attr-defined]
         self.gradients.drop()
         self.full = self.shard = self._writer = torch.empty(0)
         del self._sent

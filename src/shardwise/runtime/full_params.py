@@ -28,6 +28,7 @@ def full_params(buckets: Sequence[Bucket], ranks: Comm, writeback: bool) -> Iter
     _gather_gradients(by_bucket, ranks)
     for bucket, members in zip(buckets, by_bucket, strict=True):
         bucket.bind_whole([entry.whole for entry in members])
+        bucket.gradients.lends = False
     for entry in entries:
         entry.enter()
     try:
@@ -37,6 +38,7 @@ def full_params(buckets: Sequence[Bucket], ranks: Comm, writeback: bool) -> Iter
             entry.exit()
         for bucket in buckets:
             bucket.rest()
+            bucket.gradients.lends = True
         for entry in entries:
             entry.set_grad(entry.shard_grad)
     if writeback:

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.config.options import Options
-from shardwise.plan.linear_in_slot import is_large, linear_in_slot
+from shardwise.plan.in_slot import forward_in_slot, is_large
 from shardwise.plan.units.selection import checkpointed
 from shardwise.plan.units.units import Units
 from shardwise.setup.compiler import (
@@ -72,7 +72,7 @@ def _replacements(
 ) -> Iterator[Replaced]:
     """Replacements in the order in which they are made, the innermost first."""
     if device.type == "cpu" and not options.compile:
-        yield "", [*filter(is_large, model.modules())], linear_in_slot
+        yield "", [*filter(is_large, model.modules())], forward_in_slot
     given, recomputed = options.activation_checkpointing, list[nn.Module]()
     policy = given if isinstance(given, ActivationCheckpointing) else ActivationCheckpointing()
     if given:

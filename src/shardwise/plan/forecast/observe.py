@@ -29,7 +29,7 @@ from shardwise.plan.forecast.absent_compiler import without_compiler
 from shardwise.plan.forecast.meta_autocast import let_autocast_be_off
 from shardwise.plan.forecast.recording import Recording
 from shardwise.plan.forecast.work import MMAP_THRESHOLD, StepWork
-from shardwise.plan.linear_in_slot import is_large, linear_in_slot
+from shardwise.plan.in_slot import forward_in_slot, is_large
 from shardwise.plan.order import on_meta
 from shardwise.plan.schedule.events import Cue, Op, Phase
 from shardwise.plan.units.selection import checkpointed
@@ -100,7 +100,7 @@ def observe(
         checkpointing: ``None``: as the model does it.
         precision: the dtypes of parameters and inputs.
         loss: of what the model returns.
-        in_slot: gradients of large linear maps are computed in the engine's memory, as on a CPU.
+        in_slot: gradients of large layers are computed in the engine's memory, as on a CPU.
 
     Raises:
         ConfigError: no output depends on what is trained.
@@ -190,11 +190,12 @@ def _lend_slots(units: Units, state: Mapping[str, Tensor], precision: Precision)
             slots.append(torch.empty_like(leaf, requires_grad=False))
             lent = iter(slots[-1:])
             leaf.lend_slot = lambda _, lent=lent: next(lent, None)  # type: ignore[attr-defined]
+            leaf.add_rows = lambda *_: True  # type: ignore[attr-defined]
     return slots
 
 
 def _in_slots(model: nn.Module) -> Forwards:
-    return {module: linear_in_slot(module) for module in model.modules() if is_large(module)}
+    return {module: forward_in_slot(module) for module in model.modules() if is_large(module)}
 
 
 def _collect(leaf: Tensor, unit: str, recording: Recording) -> None:

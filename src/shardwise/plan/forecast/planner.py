@@ -347,7 +347,7 @@ class Planner:
 
     @property
     def _in_slot(self) -> bool:
-        """Does the engine compute gradients of linear maps where it sends them from?"""
+        """Does the engine compute gradients of large layers where it sends them from?"""
         on_cpu = self.question.machine.accelerator.device == "cpu"
         return on_cpu and not self.question.arguments.get("compile")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.memory import grad_hooks
-from shardwise.plan import linear_in_slot
+from shardwise.plan import in_slot
 from tests.copies import local
 from tests.nets import numbers
 from tests.ranks import run_sharing, run_threads
@@ -31,7 +31,7 @@ BF16 = sw.Precision(param_dtype=torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_in_slot, "LARGE", 1)
+    monkeypatch.setattr(in_slot, "LARGE", 1)
 
 
 class Net(nn.Module):
@@ -99,7 +99,7 @@ def test_gradients_have_the_bits_of_the_ordinary_way(
         return steps(model, comm.rank, compute)
 
     ours = run(2, rank)
-    monkeypatch.setattr(linear_in_slot, "LARGE", 1 << 30)
+    monkeypatch.setattr(in_slot, "LARGE", 1 << 30)
     for one, other in zip(ours, run(2, rank), strict=True):
         assert one.keys() == other.keys()
         same = torch.allclose if compute is with_graph else torch.equal  # sums of another order
@@ -160,7 +160,7 @@ def test_micro_batches_are_added_and_a_gradient_that_is_dropped_is_gone(
         return [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
     ours = run_threads(2, rank)
-    monkeypatch.setattr(linear_in_slot, "LARGE", 1 << 30)
+    monkeypatch.setattr(in_slot, "LARGE", 1 << 30)
     for one, other in zip(ours, run_threads(2, rank), strict=True):
         assert len(one) == 5
         assert all(map(torch.equal, one, other))
@@ -212,7 +212,7 @@ def test_a_gradient_that_comes_while_its_slot_is_lent_does_not_write_there(
         return steps(model, comm.rank, backward)
 
     ours = run_threads(2, rank)
-    monkeypatch.setattr(linear_in_slot, "LARGE", 1 << 30)
+    monkeypatch.setattr(in_slot, "LARGE", 1 << 30)
     for one, other in zip(ours, run_threads(2, rank), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -276,7 +276,7 @@ def test_a_class_computes_as_torchs_does_unless_it_has_a_forward_of_its_own() ->
     model = nn.Sequential(Inheriting(4, 6), Doubling(6, 6))
     expected = model(rows(0))
     sw.shard(model, comm=LocalComm())
-    assert [linear_in_slot.is_in_slot(vars(part).get("forward")) for part in model] == [True, False]
+    assert [in_slot.is_in_slot(vars(part).get("forward")) for part in model] == [True, False]
     assert torch.equal(model(rows(0)), expected)
 
 
@@ -301,3 +301,121 @@ def test_a_vector_and_rows_out_of_order_take_the_ordinary_way() -> None:
     for x in (torch.ones(4), torch.ones(3, 2, 4).transpose(0, 1)):
         assert "Linear" not in type(model(x).grad_fn).__name__
     assert "Linear" in type(model(torch.ones(3, 2, 4)).grad_fn).__name__
+
+
+# ---- embeddings ----------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """Two embeddings, one of which does not learn its first row, and a head of ``kind``."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.words = nn.Embedding(9, 4, padding_idx=0, **options)
+        self.places, self.between = nn.Embedding(8, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        if kind != "of its own":
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[rows, 4]``, int64 ``→ [rows, 4, 9]``."""
+        x = self.between(torch.tanh(self.words(ids) + self.places(torch.arange(4))))
+        if self.kind == "and used twice":
+            x = x + self.words(ids.flip(1))
+        out: Tensor = self.head(x)
+        return out if self.kind != "and a function" else out + F.linear(x, self.words.weight)
+
+
+def ids(rank: int) -> Tensor:
+    """``[3, 4]``; every id comes more than once, or not at all."""
+    return torch.tensor([[0, 1, 1, 2], [5, 0, 5, 5], [1, 2, 2, 7]]) + rank % 2
+
+
+KINDS = ("of its own", "tied", "and used twice", "and a function")
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", [sw.Precision(), BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_gradients_of_embeddings_have_the_bits_of_the_ordinary_way(
+    strategy: str, precision: sw.Precision, kind: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = Words(kind)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        model = copy.deepcopy(words)
+        sw.shard(model, strategy, comm=comm, precision=precision)
+        for number in range(3):
+            backward(model, ids(comm.rank + number))
+        return {name: local(p.grad).clone() for name, p in model.named_parameters()}
+
+    ours = run(2, rank)
+    monkeypatch.setattr(in_slot, "LARGE", 1 << 30)
+    for one, other in zip(ours, run(2, rank), strict=True):
+        if kind in KINDS[:2]:
+            assert all(torch.equal(one[name], other[name]) for name in one)
+        for name in one:  # more than two addends are added in another order
+            torch.testing.assert_close(one[name], other[name])
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_no_gradient_of_an_embedding_is_copied_of_a_tied_one_neither(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grad_hooks, "SMALL_GRADIENT", 1)
+
+    def rank(comm: Comm) -> None:
+        model = Words(kind)
+        bias = model.between.bias.nbytes
+        sharded = sw.shard(model, comm=comm, wrap=sw.wrap.whole())
+        for _ in range(2):
+            backward(model, ids(comm.rank))
+        assert sum(bucket.gradients.copied for bucket in sharded.buckets) == 2 * bias
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_asks_for_the_gradient_of_an_embedding_gets_all_of_it(kind: str) -> None:
+    """A hook, and ``torch.autograd.grad`` with and without a graph."""
+
+    def asked(model: Any) -> Iterator[Tensor]:
+        for records in (False, True):
+            loss = model(ids(0)).square().mean()
+            yield from torch.autograd.grad(loss, model.parameters(), create_graph=records)
+
+    def hooked(model: Any) -> Iterator[Tensor]:
+        seen = list[Tensor]()
+        handle = model.words.weight.register_hook(lambda grad: seen.append(grad.clone()))
+        backward(model, ids(0))
+        handle.remove()
+        backward(model, ids(1))
+        yield from (*seen, *(local(p.grad) for p in model.parameters()))
+
+    words = Words(kind)
+    plain, sharded = copy.deepcopy(words), sw.shard(words, comm=LocalComm())
+    with sharded.full_params():
+        ours = [*asked(words)]
+    for one, other in zip((*ours, *hooked(words)), (*asked(plain), *hooked(plain)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
+)
+def test_an_embedding_with_options_takes_torchs_way(options: dict[str, Any]) -> None:
+    model = Words("of its own", **options)
+    sw.shard(model, "no_shard", comm=LocalComm())
+    assert "_Embedding" not in type(model.words(ids(0)).grad_fn).__name__
+    assert "_Embedding" in type(model.places(ids(0)).grad_fn).__name__
+
+
+def test_an_embedding_of_nothing_and_of_padding_alone_has_gradients_of_zero() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0))
+    sw.shard(model, "no_shard", comm=LocalComm())
+    for given in (torch.zeros(2, 0, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)):
+        model(given).sum().backward()
+        (weight,) = model.parameters()
+        assert local(weight.grad).eq(0).all()
