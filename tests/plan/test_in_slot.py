@@ -402,6 +402,29 @@ def test_who_asks_for_the_gradient_of_an_embedding_gets_all_of_it(kind: str) -> 
         torch.testing.assert_close(one, other)
 
 
+def test_a_slot_that_a_pass_has_not_given_back_takes_no_rows_of_the_next_one() -> None:
+    """The head's gradient is computed and dropped, and the next pass is that of the embedding."""
+    words = Words("tied")
+    plain = copy.deepcopy(words)
+
+    def head_alone(model: Any) -> None:
+        model(ids(0)).square().mean().backward(inputs=[model.between.bias])
+
+    def embedding_alone(model: Any) -> None:
+        model.words(ids(1)).square().mean().backward()
+
+    sharded = sw.shard(words, "no_shard", comm=LocalComm())
+    head_alone(plain)
+    with sharded.accumulate(last=False):
+        head_alone(words)
+    embedding_alone(plain)
+    embedding_alone(words)
+    for one, other in zip(words.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) is (other.grad is None)
+        if other.grad is not None:
+            torch.testing.assert_close(local(one.grad), other.grad)
+
+
 @pytest.mark.parametrize(
     "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
 )

@@ -113,8 +113,7 @@ class Gradients:
 
     def set_aside(self) -> None:
         """Move the shards' ``.grad`` out of autograd's way; ``deliver`` adds to them."""
-        if self._shown:
-            self.adopt()
+        self.adopt()
         with disable_torch_function():
             for index, grad in enumerate(map(get_grad, self.spec.params)):
                 if grad is not None:
@@ -125,6 +124,7 @@ class Gradients:
 
     def show(self) -> None:
         """Set ``.grad`` after a pass that did not reduce: what was collected, or set aside."""
+        self._leave()  # by ``inputs=`` of a pass what was computed in a slot may not come back
         self._is_shown = self._is_shown or bool(self.arrived)
         with disable_torch_function():
             for index in self.arrived:
