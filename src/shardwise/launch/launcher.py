@@ -99,6 +99,7 @@ def start(
                     failures = _wait(running, signals)
                 finally:
                     running.end()
+                    running.end_store()
             if signals.stop_signal or {failure.status for failure in failures} <= {EXIT_STOPPED}:
                 break
             first_failure = root_cause(failures)
@@ -248,10 +249,12 @@ class _Ranks:
         for process in self.processes:
             process.wait()
         self.lifeline.close()
+
+    def end_store(self) -> None:
+        """Kill the store, after the ranks: whether it had ended before them is a failure."""
         if isinstance(self.store, Fork):
             self.store.send_signal(signal.SIGKILL)
             self.store.wait()
-            self.store = None
 
 
 def _spawned(command: Sequence[str], environ: Mapping[str, str], lifeline: int) -> _Process:

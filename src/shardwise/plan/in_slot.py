@@ -141,12 +141,12 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), (lend, add_rows) = ctx.saved_tensors, ctx.slot
         found, sums = _sums(grad, ids, ctx.skipped)
-        records = torch.is_grad_enabled()
-        whole = None if records else lend(grad.dtype)
-        if whole is None and not records and add_rows(found, sums):
-            return None, None, None, None, None
-        if whole is None:
-            whole = grad.new_empty(ctx.count, grad.shape[-1])
+        whole = None
+        if not torch.is_grad_enabled():
+            whole = lend(grad.dtype)
+            if whole is None and add_rows(found, sums):
+                return None, None, None, None, None
+        whole = grad.new_empty(ctx.count, grad.shape[-1]) if whole is None else whole
         return whole.zero_().index_copy_(0, found, sums), None, None, None, None
 
 
