@@ -55,7 +55,7 @@ def peak_of(case: Case) -> float:
     frozen = case.shape.layers * case.shape.block_parameters * case.quantized
     narrowed = frozen * (_itemsize(case) - QUANTISED) / case.shards
     used = case.software
-    # what only the optimizer's state is split for keeps the gradients whole until the step
+    # Where only the optimizer's state is split, gradients stay whole until the step.
     mode: Mode = "last" if case.strategy == "zero1" else "train"
     whole = forecast(blueprint, work.order, work, used.optimizer, mode)
     inputs = case.shape.layers * work.tokens * case.shape.width * 2  # of blocks, in bf16
@@ -63,9 +63,8 @@ def peak_of(case: Case) -> float:
     if mode == "last" and used.sums == "bfloat16":
         peak -= case.shape.parameters * (_itemsize(case) - 2)
     if used.lists and not case.rank:
-        peak = max(
-            peak, whole.between_steps + case.shape.parameters / case.shards * _itemsize(case)
-        )
+        copied = case.shape.parameters / case.shards * _itemsize(case)
+        peak = max(peak, whole.between_steps + copied)
     peak = peak if used.allocated else peak * RESERVED
     return peak + case.machine.accelerator.reserved * used.device
 

@@ -99,12 +99,8 @@ OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, c
     ("^prime-rl", "task", "sft", {"logits": "held"}),  # beside its own for reinforcement
     ("trainer", "strategy", "^ddp|single", {"autocast": True}),
     (PREPARED, "precision", "nf4", {"autocast": True}),
-    (
-        PREPARED,
-        "strategy",
-        r"fsdp|zero[- ]?3|full.?shard",
-        {"autocast": False},
-    ),  # trl leaves it out
+    # trl leaves it out where what is quantised is sharded
+    (PREPARED, "strategy", r"fsdp|zero[- ]?3|full.?shard", {"autocast": False}),
     ("", "text", "fused kernels|fast.kernels", {"compiled": True, "logits": "fused"}),
     ("", "text", "liger", {"compiled": True, "logits": "tokens"}),
     ("", "text", "unsloth", {"compiled": True, "logits": "fused", "offloads": True}),

@@ -99,7 +99,7 @@ class Gradients:
             return
         indices, grads = self.arrivals.take(self.spec.params)
         dense = {*map(type, grads)} == {Tensor} and True not in map(is_sparse, grads)
-        if dense and self._lent.isdisjoint(indices) and self.arrived.isdisjoint(indices):
+        if dense and (self._lent | self.arrived).isdisjoint(indices):
             self._ready_to_collect(self._carried)
             self.arrived.update(indices)
             self.missing.difference_update(indices)
