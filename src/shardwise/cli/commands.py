@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.diagnostic_commands import COMMANDS, CONTEXT_SETTINGS
+from shardwise.cli.diagnostic_commands import COMMANDS
 from shardwise.cli.doctor_command import doctor
 from shardwise.cli.launch_commands import init, launch
+from shardwise.cli.options import (
+    COUNT,
+    EXISTING_FILE,
+    FILE,
+    NUMBER,
+    OVERRIDES,
+    PATH,
+    WITH_OVERRIDES,
+)
 from shardwise.cli.run_commands import report, watch
 from shardwise.config.version import __version__
 from shardwise.errors import ConfigError
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="shardwise %(version)s")
 def commands() -> None:
     """Fully sharded data-parallel training that can be planned, read and trusted."""
@@ -38,30 +47,6 @@ for _command in (*COMMANDS, doctor, launch, init, report, watch):
 
 
 # --- train -----------------------------------------------------------------------------------
-
-TRAIN = """\
-Train the language model that RECIPE (YAML or TOML) describes.
-
-Any value of the recipe can be overridden: --optimizer.lr 3e-4 or optimizer.lr=3e-4.
-
-\b
-Examples:
-  shardwise train demo --nproc 2         one of `shardwise recipe`
-  shardwise train my.yaml --run.steps 50 --sharding.precision bf16
-  shardwise train llama2-70b-lora --rehearse
-  torchrun --nproc-per-node 2 -m shardwise.cli train my.yaml
-
-The run's folder then holds metrics.jsonl, loss.png, the recipe with every default filled in,
-checkpoints, and the model as safetensors with the tokenizer, which transformers loads as it is.
-
-\b
-The same command resumes a run that was stopped or killed, on any number of
-ranks. While it runs:
-  kill -USR1 PID, or touch RUN/save      save and continue
-  Ctrl-C, kill PID, or touch RUN/stop    save and exit with status 75
-  Ctrl-C again                           exit immediately
-"""
-
 
 _INDENT: dict[str, Any] = {"subsequent_indent": " " * 38, "break_on_hyphens": False}
 
@@ -98,19 +83,18 @@ def _rank_and_step(
 @commands.command(
     "train",
     cls=_TrainCommand,
-    help=TRAIN,
     short_help="Train a language model, sharded.",
-    context_settings={"ignore_unknown_options": True, **CONTEXT_SETTINGS},
+    context_settings=WITH_OVERRIDES,
 )
 @click.argument("recipe", type=click.Path())
 @click.option(
     "--nproc",
-    type=click.IntRange(min=1),
+    type=COUNT,
     help="Processes to start on this machine, one per rank.  [default: 1]",
 )
 @click.option(
     "--restarts",
-    type=click.IntRange(min=0),
+    type=NUMBER,
     help="How often to start all ranks again after one of them died.  [default: launch.restarts]",
 )
 @click.option(
@@ -133,7 +117,7 @@ def _rank_and_step(
 @click.option("--force", is_flag=True, help="Train, though the plan says that it cannot fit.")
 @click.option(
     "--machines",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=EXISTING_FILE,
     help="What `shardwise plan --calibrate` wrote: for planned times beside measured ones.",
 )
 @click.option(
@@ -142,9 +126,29 @@ def _rank_and_step(
     help="Seconds for which a rank waits for the others, at the start and in a step. "
     " [default: 1800]",
 )
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--KEY VALUE]...")
+@OVERRIDES
 def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: Any) -> None:
-    """The command; its help is ``TRAIN``."""
+    """Train the language model that RECIPE (YAML or TOML) describes.
+
+    Any value of the recipe can be overridden: --optimizer.lr 3e-4 or optimizer.lr=3e-4.
+
+    \b
+    Examples:
+      shardwise train demo --nproc 2         one of `shardwise recipe`
+      shardwise train my.yaml --run.steps 50 --sharding.precision bf16
+      shardwise train llama2-70b-lora --rehearse
+      torchrun --nproc-per-node 2 -m shardwise.cli train my.yaml
+
+    The run's folder then holds metrics.jsonl, loss.png, the recipe with every default filled in,
+    checkpoints, and the model as safetensors with the tokenizer, which transformers loads as it is.
+
+    \b
+    The same command resumes a run that was stopped or killed, on any number of
+    ranks. While it runs:
+      kill -USR1 PID, or touch RUN/save      save and continue
+      Ctrl-C, kill PID, or touch RUN/stop    save and exit with status 75
+      Ctrl-C again                           exit immediately
+    """
     parsed = _recipe(recipe, overrides)
     if rehearse:
         from shardwise.cli.rehearse import run_rehearsal
@@ -177,7 +181,7 @@ def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
 
 @commands.command("recipe", short_help="Write a copy of a shipped recipe to start from.")
 @click.argument("name", required=False)
-@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", required=False, type=FILE)
 def recipe(name: str | None, file: Path | None) -> None:
     """Write a copy of the shipped recipe NAME to FILE, or list the recipes.
 
@@ -196,36 +200,28 @@ def recipe(name: str | None, file: Path | None) -> None:
 
 # --- inspect ---------------------------------------------------------------------------------
 
-INSPECT = """\
-Show the contents of a run, a checkpoint, a Hugging Face folder or a .safetensors file.
 
-\b
-Examples:
-  shardwise inspect run                      the checkpoints of a run
-  shardwise inspect run/step-100 --verify    one of them, every byte checked
-
-A run's checkpoints may lie in run or in run/checkpoints, where `shardwise train` puts them.
-
-\b
-Exit status: 0 if everything is complete;
-             1 if something is not complete, damaged or cannot be read, or a run has no complete
-               checkpoint;
-             2 if the path or an option is invalid.
-"""
-
-
-@commands.command(
-    "inspect",
-    help=INSPECT,
-    short_help="Show the contents of a run or checkpoint.",
-    context_settings=CONTEXT_SETTINGS,
-)
-@click.argument("path", type=click.Path(path_type=Path))
+@commands.command("inspect", short_help="Show the contents of a run or checkpoint.")
+@click.argument("path", type=PATH)
 @click.option("--verify", is_flag=True, help="Read every byte and compare it with its checksum.")
 @click.option("--all", "list_all", is_flag=True, help="List every tensor; do not group layers.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: Path, **options: bool) -> None:
-    """The command; its help is ``INSPECT``."""
+    """Show the contents of a run, a checkpoint, a Hugging Face folder or a .safetensors file.
+
+    \b
+    Examples:
+      shardwise inspect run                      the checkpoints of a run
+      shardwise inspect run/step-100 --verify    one of them, every byte checked
+
+    A run's checkpoints may lie in run or in run/checkpoints, where `shardwise train` puts them.
+
+    \b
+    Exit status: 0 if everything is complete;
+                 1 if something is not complete, damaged or cannot be read, or a run has no complete
+                   checkpoint;
+                 2 if the path or an option is invalid.
+    """
     from shardwise.cli.inspect import run_inspect
 
     run_inspect(path, **options)
@@ -233,37 +229,10 @@ def inspect(path: Path, **options: bool) -> None:
 
 # --- export ----------------------------------------------------------------------------------
 
-EXPORT = """\
-Convert SOURCE to DESTINATION, with a few megabytes of memory whatever its size.
 
-SOURCE is a checkpoint, a run (its newest complete checkpoint), a Hugging Face folder or a
-.safetensors file. The result is a folder that transformers loads directly, with a manifest; bytes
-that have a checksum are verified while they are read.
-
-SOURCE may also be a PyTorch file (.pt, .pth, .bin) or a torch.distributed.checkpoint folder. They
-hold pickles, which restricted unpicklers read. A pickle that these refuse can run arbitrary code:
-pass --trust-source only if you trust its author.
-
-\b
-Examples:
-  shardwise export run model                          the weights, merged
-  shardwise export run/step-100 model --dtype bfloat16 --max-file-size 2GB
-  shardwise export run/step-100 other --with-optimizer
-  shardwise export run/step-100 model.pt --format pt
-  shardwise export base model --merge run/adapter     a LoRA adapter merged into its base
-  shardwise export dcp-folder model --with-optimizer
-  shardwise export fsdp.pt model --optimizer-file optim.pt --optimizer-class AdamW --with-optimizer
-"""
-
-
-@commands.command(
-    "export",
-    help=EXPORT,
-    short_help="Write a checkpoint as other files, dtypes or formats.",
-    context_settings=CONTEXT_SETTINGS,
-)
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path))
+@commands.command("export", short_help="Write a checkpoint as other files, dtypes or formats.")
+@click.argument("source", type=PATH)
+@click.argument("destination", type=PATH)
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="Cast floating-point weights to this dtype."
 )
@@ -288,18 +257,37 @@ Examples:
 )
 @click.option(
     "--optimizer-file",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="PyTorch file with the optimizer's state, if SOURCE has none.",
 )
 @click.option("--optimizer-class", help="Such as AdamW, if a PyTorch SOURCE does not name it.")
 @click.option(
     "--merge",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Folder of a peft adapter, which is merged into SOURCE, its base model.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export at DESTINATION.")
 def export(source: Path, destination: Path, **options: Any) -> None:
-    """The command; its help is ``EXPORT``."""
+    """Convert SOURCE to DESTINATION, with a few megabytes of memory whatever its size.
+
+    SOURCE is a checkpoint, a run (its newest complete checkpoint), a Hugging Face folder or a
+    .safetensors file. The result is a folder that transformers loads directly, with a manifest;
+    bytes that have a checksum are verified while they are read.
+
+    SOURCE may also be a PyTorch file (.pt, .pth, .bin) or a torch.distributed.checkpoint folder.
+    They hold pickles, which restricted unpicklers read. A pickle that these refuse can run
+    arbitrary code: pass --trust-source only if you trust its author.
+
+    \b
+    Examples:
+      shardwise export run model                          the weights, merged
+      shardwise export run/step-100 model --dtype bfloat16 --max-file-size 2GB
+      shardwise export run/step-100 other --with-optimizer
+      shardwise export run/step-100 model.pt --format pt
+      shardwise export base model --merge run/adapter     a LoRA adapter merged into its base
+      shardwise export dcp-folder model --with-optimizer
+      shardwise export fsdp.pt model --optimizer-file o.pt --optimizer-class AdamW --with-optimizer
+    """
     from shardwise.cli.export import ExportArguments, run_export
 
     run_export(source, destination, ExportArguments(**options))

@@ -7,54 +7,26 @@ from typing import Any
 
 import click
 
-from shardwise.cli.diagnostic_commands import CONTEXT_SETTINGS
-
-DOCTOR = """\
-Show what this machine has: versions, devices, backends, environment.
-
-With --conformance: run the engine on its devices. One line for each check, with what is expected
-and what was found: collectives, sums, dtypes, training under every strategy beside one process, DDP
-and FSDP2, saving and loading; then the time and the memory of a step. The lines are written as a
-page of text beside the JSON: both can be sent to the authors.
-
-With --nodes, on every node: what would keep them from training together, before they do, and the
-links between them as a file for `shardwise plan`: docs/many-machines.md.
-
-\b
-Examples:
-  shardwise doctor
-  shardwise doctor --conformance --output result.json
-  torchrun --nnodes 2 … -m shardwise.cli doctor --conformance
-  shardwise doctor --nodes --nnodes 2 --node-rank 0 --master 10.0.0.2:29500
-  torchrun --nnodes 2 … -m shardwise.cli doctor --nodes
-
-\b
-Exit status: 0 if all is well; 1 if something is missing, or a check did not pass.
-"""
+from shardwise.cli.options import COUNT, FILE, NUMBER
 
 
-@click.command(
-    "doctor",
-    help=DOCTOR,
-    short_help="Show what this machine has, and check the engine on it.",
-    context_settings=CONTEXT_SETTINGS,
-)
+@click.command("doctor", short_help="Show what this machine has, and check the engine on it.")
 @click.option("--conformance", is_flag=True, help="Check the engine on the devices that are here.")
 @click.option("--device", help="Such as cpu.  [default: what torch sees]")
 @click.option(
     "--nproc",
-    type=click.IntRange(min=1),
+    type=COUNT,
     help="Ranks of --conformance.  [default: one for each device, two on a CPU]",
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Write the result as JSON.  [default: shardwise-conformance.json with --conformance, "
     "shardwise-nodes.json with --nodes]",
 )
 @click.option("--nodes", is_flag=True, help="Look at all nodes together; run it on each of them.")
-@click.option("--nnodes", type=click.IntRange(min=1), help="Of --nodes, without a launcher.")
-@click.option("--node-rank", type=click.IntRange(min=0), help="Of --nodes: which this one is.")
+@click.option("--nnodes", type=COUNT, help="Of --nodes, without a launcher.")
+@click.option("--node-rank", type=NUMBER, help="Of --nodes: which this one is.")
 @click.option("--master", metavar="HOST:PORT", help="Of --nodes: where node-rank 0 is reached.")
 @click.option(
     "--folder",
@@ -71,7 +43,27 @@ Exit status: 0 if all is well; 1 if something is missing, or a check did not pas
 )
 @click.option("--recipe", help="Of --nodes: compare what it says on each of them.")
 def doctor(nodes: bool, output: Path | None, **options: Any) -> None:
-    """The command; ``DOCTOR`` is what people read."""
+    """Show what this machine has: versions, devices, backends, environment.
+
+    With --conformance: run the engine on its devices. One line for each check, with what is
+    expected and what was found: collectives, sums, dtypes, training under every strategy beside one
+    process, DDP and FSDP2, saving and loading; then the time and the memory of a step. The lines
+    are written as a page of text beside the JSON: both can be sent to the authors.
+
+    With --nodes, on every node: what would keep them from training together, before they do, and
+    the links between them as a file for `shardwise plan`: docs/many-machines.md.
+
+    \b
+    Examples:
+      shardwise doctor
+      shardwise doctor --conformance --output result.json
+      torchrun --nnodes 2 … -m shardwise.cli doctor --conformance
+      shardwise doctor --nodes --nnodes 2 --node-rank 0 --master 10.0.0.2:29500
+      torchrun --nnodes 2 … -m shardwise.cli doctor --nodes
+
+    \b
+    Exit status: 0 if all is well; 1 if something is missing, or a check did not pass.
+    """
     keys = ("nnodes", "node_rank", "master", "folder", "timeout", "recipe")
     of_nodes = {key: options.pop(key) for key in keys}
     if nodes:
