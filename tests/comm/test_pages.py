@@ -71,6 +71,16 @@ def test_a_tensor_of_another_size_gets_the_pieces_that_there_are() -> None:
     assert large.float().mean() == 2
 
 
+def test_rests_of_nearly_the_same_size_share_their_pages() -> None:
+    pages = Pages()
+    (small, at_small), (large, _) = free(pages, 9 * LARGE // 4), free(pages, 11 * LARGE // 4)
+    pages.lend(at_small)
+    small.fill_(1)
+    pages.take(at_small)
+    pages.lend(large.data_ptr())
+    assert faults_of_writing(large) < (LARGE // 2 >> 12) + 100
+
+
 def test_pages_of_a_tensor_that_died_are_kept_until_no_tensor_is_left_or_they_are_trimmed() -> None:
     pages = Pages()
     before = held()

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LARGE = PIECE = 1 << 22  # bytes of a tensor that is worth it, and of what moves at once
+LARGE = 1 << 20  # bytes of a tensor that is worth it; sizes are multiples, so that pages are shared
+PIECE = 1 << 22  # bytes that move at once
 MAY_MOVE, FIXED, KEEP_OLD = 1, 2, 4  # mremap(2): MREMAP_MAYMOVE, _FIXED, _DONTUNMAP
 
 _libc = ctypes.CDLL(None)
@@ -44,7 +45,7 @@ class Pages:
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]``, uninitialised, in a storage of its own, with pages that were used before."""
         nbytes = numel * dtype.itemsize
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-nbytes // LARGE) * LARGE
         try:
             start, memory = self._dead[size].pop()
         except IndexError:
