@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LARGE = 1 << 20  # bytes of a tensor that is worth it; sizes are multiples, so that pages are shared
-PIECE = 1 << 22  # bytes that move at once
+LARGE, PIECE = 1 << 20, 1 << 22  # bytes of a tensor that is worth it, and that move at once
 MAY_MOVE, FIXED, KEEP_OLD = 1, 2, 4  # mremap(2): MREMAP_MAYMOVE, _FIXED, _DONTUNMAP
 
 _libc = ctypes.CDLL(None)
@@ -45,7 +44,7 @@ class Pages:
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]``, uninitialised, in a storage of its own, with pages that were used before."""
         nbytes = numel * dtype.itemsize
-        size = -(-nbytes // LARGE) * LARGE
+        size = -(-nbytes // LARGE) * LARGE  # so that those of other sizes can use the rest
         try:
             start, memory = self._dead[size].pop()
         except IndexError:
