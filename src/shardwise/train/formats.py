@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.train.libraries import library
 
 HEAD_BYTES = 8192  # bytes; a zero byte in them means that the file is binary, as for git
 BLOCK = 1 << 20  # bytes of text read at once
@@ -241,12 +242,9 @@ def _type_problem(column: str, types: Mapping[str, str]) -> str:
 
 
 def _read_parquet(file: Path, column: str) -> Iterator[Document]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise ConfigError(
-            f"{file} is parquet, which needs pyarrow: pip install 'shardwise[train]'."
-        ) from None
+    library("pyarrow", f"{file} is parquet and", "train")
+    from pyarrow import ArrowException, parquet
+
     try:
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
     except (ArrowException, OSError) as error:

@@ -10,11 +10,15 @@ import gzip
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import BUILDERS, HUB
+from shardwise.train.libraries import library
+
+_library = partial(library, "datasets", "this data.source", "data")
 
 
 def read_rows(source: str, split: str) -> list[dict[str, Any]]:
@@ -73,8 +77,8 @@ def hub_dataset(source: str, split: str, streaming: bool) -> Any:
     is_file = Path(part.removesuffix(".gz")).suffix in (*BUILDERS, ".txt")
     inside = {"data_files" if is_file else "name": part} if part else {}
     try:
-        library = _library()
-        return library.load_dataset(f"{owner}/{name}", split=split, streaming=streaming, **inside)
+        datasets = _library()
+        return datasets.load_dataset(f"{owner}/{name}", split=split, streaming=streaming, **inside)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.source {source} cannot be opened: {error} It must be {HUB}OWNER/NAME or "
@@ -134,13 +138,3 @@ def _broken_lines(path: Path) -> Iterator[str]:
             json.loads(line or b"null")
         except ValueError as error:
             yield f"{path}:{number}: {error}."
-
-
-def _library() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(
-            "this data.source needs the datasets library: pip install 'shardwise[data]'."
-        ) from None
-    return datasets

@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import HUB, DataConfig
 from shardwise.train.corpus import STDLIB, Corpus, Split, is_held_out, readable, source_files
 from shardwise.train.formats import documents
+from shardwise.train.libraries import library
 from shardwise.train.sources import hub_dataset, readable_rows, stream_rows
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def open_text(config: DataConfig) -> StreamedText:
     Raises:
         ConfigError: there is no such source, or `datasets` is not installed.
     """
-    datasets = _library()
+    datasets = library("datasets", "data.streaming", "data")
     if config.format != "text":
         dataset, content = stream_rows(config.source, config.split)
     elif config.source.startswith(HUB):
@@ -126,13 +127,3 @@ def _warn_once(file: str, where: str, reason: str) -> None:
     if file not in _warned:
         _warned.add(file)
         logger.warning("%s is left out (%s), and so are rows like it.", where, reason)
-
-
-def _library() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(
-            "data.streaming needs the datasets library: pip install 'shardwise[data]'."
-        ) from None
-    return datasets

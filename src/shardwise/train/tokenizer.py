@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from shardwise.errors import ConfigError
 from shardwise.recipe.model_config import TokenizerConfig
 from shardwise.train.folder import Folder
+from shardwise.train.libraries import library
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,6 +31,7 @@ Tokens = NDArray[np.int32]
 END = "<|endoftext|>"  # between documents; its id is 0
 FILE = "tokenizer.json"
 CACHE = "tokenizer.cache.json"  # hash of the text and size that FILE was trained with
+_library = partial(library, "tokenizers", "training", "train")
 ENCODE_BATCH = 64  # documents per call: an encoding is far larger than its ids
 
 
@@ -130,20 +133,18 @@ def of_transformers(
     Raises:
         ConfigError: `transformers` is not installed.
     """
-    try:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    except ImportError:
-        raise ConfigError(
-            "samples need the transformers library: pip install 'shardwise[hf]'."
-        ) from None
+    hf = library("transformers", "a data.format of samples", "hf")
     folder = Path(config.source or "").expanduser()
     if config.source and (folder / "tokenizer_config.json").exists():
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = hf.AutoTokenizer.from_pretrained(
             folder, eos_token=config.end
         )
         tokenizer.add_tokens(list(added))
         return tokenizer
-    return PreTrainedTokenizerFast(tokenizer_object=load(text), eos_token=config.end)
+    fast: PreTrainedTokenizerBase = hf.PreTrainedTokenizerFast(
+        tokenizer_object=load(text), eos_token=config.end
+    )
+    return fast
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str], end: str = END) -> Tokens:
@@ -196,13 +197,3 @@ def _cache_key(documents: Sequence[str], vocabulary: int) -> str:
 def _cache_record(key: str, text: str) -> str:
     tokenizer = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps({"learnt_from": key, "tokenizer": tokenizer}, indent=2) + "\n"
-
-
-def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ConfigError(
-            "training needs the tokenizers library: pip install 'shardwise[train]'."
-        ) from None
-    return tokenizers
