@@ -301,5 +301,6 @@ def test_a_plan_and_what_was_measured_are_one_line() -> None:
     unknown = Compared(2**30, None, None, 1100.0, None, None, (), None, 61)
     (line,) = format_record(unknown)
     assert line == (
-        "plan      memory 1.0 GiB planned; tokens/s 1,100 measured, not planned; MFU not planned"
+        "plan      memory 1.0 GiB planned; tokens/s 1,100 measured, no plan without "
+        "--machines; MFU not known without --machines"
     )

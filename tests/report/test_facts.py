@@ -25,13 +25,13 @@ def test_results_are_the_last_numbers_of_the_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("planned", "measured", "shown"),
     [
-        (2000.0, 1000.0, "1,000, planned 2,000 (-50%)"),
-        (None, 1000.0, "1,000, not planned"),
-        (2000.0, None, "planned 2,000"),
-        (None, None, "not planned"),
+        (2000.0, 1000.0, "2,000 planned, 1,000 measured (-50%)"),
+        (None, 1000.0, "1,000 measured, no plan without --machines"),
+        (2000.0, None, "2,000 planned"),
+        (None, None, "not known without --machines"),
     ],
 )
-def test_what_was_not_planned_is_said_so(
+def test_what_has_no_plan_says_what_gives_it_one(
     planned: float | None, measured: float | None, shown: str
 ) -> None:
     line = {"record": "compared", "elapsed": 1.0, "rate": measured, "planned_rate": planned}

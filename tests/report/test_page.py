@@ -91,8 +91,10 @@ def test_a_browser_shows_the_values_of_both_runs_without_an_error(tmp_path: Path
     }
     assert cells(document, "optimizer.lr") == ["0.01", "0.003"]
     assert cells(document, "gradient buckets") == ["50 B", "40 B", "-20%"]
-    assert cells(document, "tokens/s beside the plan") == ["2,000, planned 1,000 (+100%)"] * 2
-    assert cells(document, "MFU") == ["not planned"] * 2
+    assert (
+        cells(document, "tokens/s beside the plan") == ["1,000 planned, 2,000 measured (+100%)"] * 2
+    )
+    assert cells(document, "MFU") == ["not known without --machines"] * 2
     assert cells(document, "validation loss") == ["3.2500", "3.2500"]
     assert document.index("Differences of the recipes") < document.index("Results")
     assert document.count('data-curve="two: validation"') == 1

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.cli.format_names import escape
 from shardwise.cli.tables import table
 from shardwise.plan.printed import size
-from shardwise.train.comparison import Compared, Predicted
+from shardwise.train.comparison import Compared, Predicted, beside
 from shardwise.train.mirror import Mirrored
 from shardwise.train.records import (
     Built,
@@ -219,17 +219,9 @@ def _predicted(r: Predicted) -> str:
 
 
 def _compared(r: Compared) -> Iterator[str]:
-    def both(planned: float | None, took: float | None, form: Callable[[float], str]) -> str:
-        if planned is None:
-            return "not planned" if took is None else f"{form(took)} measured, not planned"
-        if took is None:
-            return f"{form(planned)} planned"
-        more = took / planned - 1 if planned else 0.0
-        return f"{form(planned)} planned, {form(took)} measured ({more:+.0%})"
-
-    memory = both(r.planned_memory, r.memory, lambda n: size(int(n)))
-    rate = both(r.planned_rate, r.rate, lambda n: f"{n:,.0f}")
-    mfu = both(r.planned_mfu, r.mfu, lambda n: f"{n:.1%}")
+    memory = beside(r.planned_memory, r.memory, size)
+    rate = beside(r.planned_rate, r.rate, "{:,.0f}".format)
+    mfu = beside(r.planned_mfu, r.mfu, "{:.1%}".format)
     yield _labelled("plan", f"memory {memory}; tokens/s {rate}; MFU {mfu}")
     for term in r.off:
         yield _labelled("off", term)

@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.plan.printed import size
 from shardwise.recipe.recipe import keys
 from shardwise.report.run import Line, Run
+from shardwise.train.comparison import beside, more
 from shardwise.train.records import plural
 
 MISSING, NOT_FINISHED = "missing", "not finished"
@@ -33,14 +34,8 @@ def _ending(run: Run) -> str:
 
 
 def _both(run: Run, term: str, form: Callable[[Any], str]) -> str:
-    """Give what was measured, what was planned, and how much more that is."""
     compared = run.last("compared")
-    planned, measured = compared[f"planned_{term}"], compared[term]
-    if planned is None:
-        return "not planned" if measured is None else f"{form(measured)}, not planned"
-    if measured is None:
-        return f"planned {form(planned)}"
-    return f"{form(measured)}, planned {form(planned)} ({_more(planned, measured)})"
+    return beside(compared[f"planned_{term}"], compared[term], form)
 
 
 _RESULTS: dict[str, Callable[[Run], str]] = {
@@ -116,13 +111,9 @@ def memory_rows(run: Run) -> Rows:
     most = {kind: max(column) for kind, column in zip(step["kinds"], columns, strict=True)}
     planned = step["planned_most"]
     return [
-        [kind, size(planned[kind]), size(most[kind]), _more(planned[kind], most[kind])]
+        [kind, size(planned[kind]), size(most[kind]), more(planned[kind], most[kind])]
         for kind in step["kinds"]
     ]
-
-
-def _more(planned: float, measured: float) -> str:
-    return f"{measured / planned - 1:+.0%}" if planned else ""
 
 
 def samples(run: Run) -> Rows:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,23 @@ class Predicted:
     optimizer: int
     in_host: int
     gathered: int
+
+
+def beside(planned: float | None, measured: float | None, form: Callable[[Any], str]) -> str:
+    """Say both, and how much more was measured. Time has a plan where the machine's speed is known.
+
+    Args:
+        form: a number in words.
+    """
+    if planned is None:
+        if measured is None:
+            return "not known without --machines"
+        return f"{form(measured)} measured, no plan without --machines"
+    if measured is None:
+        return f"{form(planned)} planned"
+    return f"{form(planned)} planned, {form(measured)} measured ({more(planned, measured)})"
+
+
+def more(planned: float, measured: float) -> str:
+    """``+10%`` for 11 in place of 10; ``""`` in place of none."""
+    return f"{measured / planned - 1:+.0%}" if planned else ""
