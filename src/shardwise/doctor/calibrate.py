@@ -281,17 +281,14 @@ def _memory(comm: Comm) -> float:
 
 def _process() -> dict[str, object]:
     """Measure what a process on CPU holds beside tensors."""
-    held, x = _held(), torch.ones(1, requires_grad=True)
+    held, x = proportional_bytes(), torch.ones(1, requires_grad=True)
     checkpoint(torch.sin, x, use_reentrant=False).sum().backward()  # torch imports its compiler
-    recomputing = max(0, _held() - held)
+    recomputing = max(0, proportional_bytes() - held)
     return {"reserved": held, "recomputing": recomputing, "kept": KEPT, "host_memory": 0.0}
 
 
-def _held() -> int:
-    """Bytes of this process without a model: the interpreter, torch, its libraries, the group.
-
-    Its proportional set size: of pages that the ranks share, such as libraries, a part.
-    """
+def proportional_bytes() -> int:
+    """Bytes of this process: of pages that ranks share, such as libraries, a part."""
     file = Path("/proc/self/smaps_rollup")  # Linux
     lines = file.read_text("ascii").splitlines() if file.exists() else []
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

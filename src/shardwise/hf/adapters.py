@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import shutil
 import stat
 from collections import defaultdict
@@ -337,18 +336,6 @@ def is_adapters(sharded: Sharded, adapter: str = "default") -> Part:
     return Part(is_wanted, "adapter_model", stored_names(sharded, adapter), files)
 
 
-_PEFT_ERRORS = (
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    re.error,
-)
-
-
 @contextmanager
 def _peft_errors(
     verb: str = "save", kind: type[ShardwiseError] = CheckpointError
@@ -356,9 +343,9 @@ def _peft_errors(
     """Errors of peft as one of ours, which is raised on every rank."""
     try:
         yield
-    except ShardwiseError:
+    except (ShardwiseError, OSError):
         raise
-    except _PEFT_ERRORS as error:
+    except Exception as error:
         raise kind(
             f"peft could not {verb} the adapter: {type(error).__name__}: {error}. Check whether "
             f"peft can {verb} it with an unsharded model."
@@ -380,16 +367,9 @@ def _write(model: Any, final: Path, states: Mapping[str, Tensor], adapter: str) 
         mode = stat.S_IMODE((written / CONFIG).stat().st_mode)
         for path in sorted(written.iterdir(), key=lambda path: path.suffix == ".safetensors"):
             path.chmod(mode)  # safetensors creates files that only their owner can read
-            _sync(path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
             path.replace(final / path.name)
         sync_folder(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

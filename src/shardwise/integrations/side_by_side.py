@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,6 +26,7 @@ from shardwise.comm.machine.connect import over
 from shardwise.comm.protocol import Comm, Counters
 from shardwise.config.precision import Precision
 from shardwise.config.strategies import STRATEGIES
+from shardwise.doctor.calibrate import proportional_bytes
 from shardwise.doctor.rivals import ddp, fsdp2
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import buffers_of, parameters_of, tree_map_only
@@ -112,7 +112,7 @@ def measure(
         for name, engine in engines.items():
             if engine.counters is not None:
                 engine.counters.reset()
-            times[name].append(_slowest(_seconds(engine.step)))
+            times[name].append(_over_ranks(_seconds(engine.step), dist.ReduceOp.MAX))
             counted = engine.counters
             sent[name] = None if counted is None else sum(counted.bytes_sent.values())
     return [Measured(name, 1e3 * median(times[name]), sent[name]) for name in names]
@@ -141,11 +141,11 @@ def _peak() -> Iterator[list[int]]:
         yield result
         result[0] = torch.accelerator.max_memory_allocated()
         return
-    before, done = _proportional_bytes(), threading.Event()
+    before, done = proportional_bytes(), threading.Event()
 
     def look() -> None:
         while not done.wait(SAMPLED):
-            result[0] = max(result[0], _proportional_bytes() - before)
+            result[0] = max(result[0], proportional_bytes() - before)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -156,11 +156,6 @@ def _peak() -> Iterator[list[int]]:
         thread.join()
 
 
-def _proportional_bytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-
-
 def _seconds(step: Callable[[], None]) -> float:
     dist.barrier()
     start = perf_counter()
@@ -168,10 +163,6 @@ def _seconds(step: Callable[[], None]) -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return perf_counter() - start
-
-
-def _slowest(seconds: float) -> float:
-    return _over_ranks(seconds, dist.ReduceOp.MAX)
 
 
 def _over_ranks(value: float, how: Any) -> float:

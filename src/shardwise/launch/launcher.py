@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
 from shardwise.errors import ShardwiseError
 from shardwise.launch.error_files import ERROR_FILE, RankFailure, root_cause
@@ -154,14 +154,7 @@ def exit_with_launcher(environ: Mapping[str, str]) -> None:
 # --- the processes ---------------------------------------------------------------------------
 
 
-class _Process(Protocol):
-    """A rank's: a ``Popen`` or a ``Fork``."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self) -> int | None: ...
-    def send_signal(self, number: int) -> None: ...
+_Process = subprocess.Popen[bytes] | Fork
 
 
 @dataclass
