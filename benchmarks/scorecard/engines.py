@@ -148,7 +148,8 @@ class Shardwise:
     def shard(self, model: nn.Module, units: Sequence[str] = (), **options: Any) -> nn.Module:
         if options.pop("offload_policy", None):
             options["offload"] = "everything"
-        wrap = sw.wrap.by_hand(*units) if units else None
+        # Units as small as these would be one: they stand for large ones.
+        wrap = sw.wrap.by_hand(*units) if units else sw.wrap.automatic(joined_nbytes=0)
         self.handle = sw.shard(model, wrap=wrap, comm=self.comm, **options)
         return model
 

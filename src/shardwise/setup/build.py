@@ -90,6 +90,9 @@ def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs
         trained = sum(spec.layout.used for spec in buckets if spec.trainable)
         text = f"{numel:,} elements ({trained:,} trainable), layout {_digest(buckets)}"
         alike[f"unit {name or '(root)'}"] = text
+        for spec, slot in ((spec, slot) for spec in buckets for slot in spec.slots):
+            dtype = f"{spec.dtypes.stored}{'' if spec.trainable else ', frozen'}"
+            alike[f"weights {slot.name!r}"] = f"{list(slot.shape)} {dtype}"
     if not options.sync_module_states:
         tensors = (*model.named_parameters(), *model.named_buffers())
         alike |= checksums((name, tensor) for name, tensor in tensors if not tensor.is_meta)
