@@ -420,17 +420,16 @@ def test_ranks_that_are_given_different_things_are_told_which() -> None:
         (nothing, {"wrap": sw.wrap.whole()}, "unit blocks.0: ranks 0 and 2: 2,275 elements"),
         (deeper, {}, "unit blocks.3: ranks 0 and 2: (absent); rank 1: 2,275 elements"),
         (untied, {}, "unit embed+norm+lm_head: ranks 0 and 2: 624 elements"),
-        (frozen, {}, "unit embed+norm+lm_head: ranks 0 and 2: 624 elements (624 trainable), "),
+        (frozen, {}, "unit embed+norm+lm_head: ranks 0 and 2: 624 elements, layout "),
         (
             frozen,
             {},
-            "weights 'norm.weight': ranks 0 and 2: [16] torch.float32; rank 1: [16] torch.float32, "
-            "frozen",
+            "'norm.weight': ranks 0 and 2: [16] torch.float32; rank 1: [16] torch.float32, frozen",
         ),
         (
             lambda model: model.requires_grad_(False),
             {},
-            "unit blocks.0: ranks 0 and 2: 2,275 elements (2,275 trainable), layout ",
+            "unit blocks.0: ranks 0 and 2: 2,275 elements, layout ",
         ),
         (nn.Module.double, {}, "unit blocks.0: "),
     ]

@@ -77,22 +77,18 @@ def check_unsharded(model: nn.Module) -> None:
 
 def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs) -> dict[str, str]:
     """Return what every rank must have alike, as short texts to compare."""
-    chosen = {
-        k: v for k, v in vars(options).items() if k not in ("init", "load_later", "mesh", "ignored")
-    }
+    own = ("init", "load_later", "mesh", "ignored")  # may differ by rank
     alike = {
         "versions": f"shardwise {__version__}, torch {torch.__version__}",
         "strategy": placement.name,
-        "options": ", ".join(f"{name}={value}" for name, value in chosen.items()),
+        "options": ", ".join(f"{k}={v}" for k, v in vars(options).items() if k not in own),
     }
     for name, buckets in specs.items():
         numel = sum(spec.layout.used for spec in buckets)
-        trained = sum(spec.layout.used for spec in buckets if spec.trainable)
-        text = f"{numel:,} elements ({trained:,} trainable), layout {_digest(buckets)}"
-        alike[f"unit {name or '(root)'}"] = text
-        for spec, slot in ((spec, slot) for spec in buckets for slot in spec.slots):
-            dtype = f"{spec.dtypes.stored}{'' if spec.trainable else ', frozen'}"
-            alike[f"weights {slot.name!r}"] = f"{list(slot.shape)} {dtype}"
+        alike[f"unit {name or '(root)'}"] = f"{numel:,} elements, layout {_digest(buckets)}"
+        for bucket in buckets:
+            dtype = f"{bucket.dtypes.stored}{'' if bucket.trainable else ', frozen'}"
+            alike |= {f"weights {s.name!r}": f"{list(s.shape)} {dtype}" for s in bucket.slots}
     if not options.sync_module_states:
         tensors = (*model.named_parameters(), *model.named_buffers())
         alike |= checksums((name, tensor) for name, tensor in tensors if not tensor.is_meta)
