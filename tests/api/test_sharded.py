@@ -420,7 +420,6 @@ def test_ranks_that_are_given_different_things_are_told_which() -> None:
         (nothing, {"wrap": sw.wrap.whole()}, "unit blocks.0: ranks 0 and 2: 2,275 elements"),
         (deeper, {}, "unit blocks.3: ranks 0 and 2: (absent); rank 1: 2,275 elements"),
         (untied, {}, "unit embed+norm+lm_head: ranks 0 and 2: 624 elements"),
-        (frozen, {}, "unit embed+norm+lm_head: ranks 0 and 2: 624 elements, layout "),
         (
             frozen,
             {},
@@ -429,7 +428,8 @@ def test_ranks_that_are_given_different_things_are_told_which() -> None:
         (
             lambda model: model.requires_grad_(False),
             {},
-            "unit blocks.0: ranks 0 and 2: 2,275 elements, layout ",
+            "'blocks.0.attention.key.weight': ranks 0 and 2: [16, 16] torch.float32; rank 1: [16, 16] "
+            "torch.float32, frozen",
         ),
         (nn.Module.double, {}, "unit blocks.0: "),
     ]
