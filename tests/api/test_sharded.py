@@ -428,8 +428,7 @@ def test_ranks_that_are_given_different_things_are_told_which() -> None:
         (
             lambda model: model.requires_grad_(False),
             {},
-            "'blocks.0.attention.key.weight': ranks 0 and 2: [16, 16] torch.float32; rank 1: [16, 16] "
-            "torch.float32, frozen",
+            "'blocks.0.attention.key.weight': ranks 0 and 2: [16, 16] torch.float32; rank 1: ",
         ),
         (nn.Module.double, {}, "unit blocks.0: "),
     ]
