@@ -254,6 +254,16 @@ def calls_of_one_vendor(source: Source) -> list[str]:
     return [f"{source.name} uses torch.{vendor}" for vendor in sorted(vendors)]
 
 
+def accelerators_without_a_driver(source: Source) -> list[str]:
+    """Without ``check_available`` a wheel with CUDA has an accelerator on every machine."""
+    calls = [node for node in source.nodes if isinstance(node, ast.Call)]
+    return [
+        f"{source.name}:{call.lineno} may name a device that is not there"
+        for call in calls
+        if ast.unparse(call.func).endswith("current_accelerator") and not call.keywords
+    ]
+
+
 def prints(source: Source) -> list[str]:
     """Writing to the terminal, or importing what does."""
     if source.within == "cli":
@@ -391,6 +401,9 @@ BROKEN: dict[Callable[[Source], list[str]], list[Source]] = {
         Source("train/loop", "print('step')"),
         Source("train/loop", "import sys\nsys.stderr.write('step')"),
         Source("train/loop", "from rich.table import Table"),
+    ],
+    accelerators_without_a_driver: [
+        Source("cli", "device = torch.accelerator.current_accelerator() or cpu")
     ],
     names_that_explain_nothing: [Source("comm/utils", ""), Source("common/ring", "")],
     long_functions: [Source("runtime", LONG)],

@@ -58,7 +58,7 @@ class Bench:
 
     def question(self, ranks: int) -> Question:
         """The question about this machine; without its entry, about its memory alone."""
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         here = machine_here(device, memory_of(device), self.machines, ranks).machine
         return replace(planned(self.model, here, ranks, length=self.seq).question, rows=None)
 

@@ -85,7 +85,7 @@ class Measured:
 @contextmanager
 def process_group() -> Iterator[int]:
     """Join torch's default process group, of the launcher's ranks; the value is this rank."""
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(None if device is not None else "gloo")
@@ -166,7 +166,7 @@ def _seconds(step: Callable[[], None]) -> float:
 
 
 def _over_ranks(value: float, how: Any) -> float:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     reduced = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(reduced, how)
     return float(reduced.item())

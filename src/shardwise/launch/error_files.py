@@ -141,7 +141,7 @@ class RankFailure:
         """The end of the store's process, which nobody but SIGKILL should have caused."""
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended ({status})"
         message = f"the store at which the ranks meet (shardwise-store, process {pid}) {how}"
-        return cls(-1, pid, status, 0.0, message)  # before what the ranks say of it
+        return cls(-1, pid, status, time.time(), message)
 
     @property
     def summary(self) -> str:
@@ -173,11 +173,13 @@ class RankFailure:
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that led to the others. Pure.
 
-    First a rank that was killed without an error file, then a rank's own error, then an error
-    about another rank, and last a rank that the launcher ended (SIGTERM) since another had failed.
+    First the store, then a rank that ended without an error file, then a rank's own error, then an
+    error about another rank, and last one that the launcher ended (SIGTERM) when another failed.
     """
 
     def suspicion(failure: RankFailure) -> tuple[int, float]:
+        if failure.rank < 0:
+            return -1, failure.timestamp
         if failure.message:
             return (2 if failure.is_consequence else 1), failure.timestamp
         return (3 if failure.status == -signal.SIGTERM else 0), failure.timestamp
