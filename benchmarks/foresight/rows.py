@@ -192,7 +192,7 @@ def _shape(row: Row) -> Shape:
 
 def _has_sizes(shape: Shape, row: Row) -> bool:
     """Is what the row says of its model's sizes true of the shape?"""
-    sizes = {"n_layers": shape.layers, "d_model": shape.width}
+    sizes = {"n_layers": shape.layers, "d_model": shape.width, "vocab": shape.vocabulary}
     return all((number(row, name) or size) == size for name, size in sizes.items())
 
 
@@ -205,16 +205,19 @@ def _stated_shape(row: Row) -> Shape | None:
     layers, width, heads, billions = sizes
     if not (layers and width and heads) or width % heads:
         return None
+    vocabulary, shared = number(row, "vocab"), number(row, "n_kv_heads") or heads
+    given = [int(vocabulary)] if vocabulary else []
     if "gpt" in row["model"].lower():
-        return gpt(int(layers), int(width), int(heads))
+        return gpt(int(layers), int(width), int(heads), *given)
     if not billions:
         return None
-    tables = 2 * VOCABULARY * width
-    hidden = ((billions * 1e9 - tables) / layers - 4 * width**2) / 3 / width
+    tables = 2 * (vocabulary or VOCABULARY) * width
+    attention = 2 * width**2 * (1 + shared / heads)
+    hidden = ((billions * 1e9 - tables) / layers - attention) / 3 / width
     if not width <= hidden <= 8 * width:
         return None
-    whole = (int(layers), int(width), int(heads), int(heads), round(hidden), VOCABULARY)
-    return Shape(*whole, int(width // heads))
+    whole = (int(layers), int(width), int(heads), int(shared), round(hidden))
+    return Shape(*whole, *(given or [VOCABULARY]), int(width // heads))
 
 
 def _required(row: Row, name: str, reason: str) -> float:
