@@ -1,7 +1,7 @@
 """The fit of a few constants, and the judgement of each row by a fit that has not seen it.
 
-Two constants for each accelerator and six for all, each with a prior: a number that was measured by
-others, or is usual. What rows cannot tell stays there. The fit is damped least squares on the
+Two constants for each accelerator and five for all, each with a prior: a number that was measured
+by others, or is usual. What rows cannot tell stays there. The fit is damped least squares on the
 logarithm of throughput, in which far rows (Huber 1964) and large sources count less.
 """
 
@@ -19,11 +19,10 @@ from torch import Tensor
 from benchmarks.foresight.plans import Plan
 from shardwise.plan.forecast.machine import Accelerator, Constants
 
-USUAL = Constants(bandwidth=0.8, fused=0.5, small=55, contention=0.3, short=260, narrow=15)
+USUAL = Constants(bandwidth=0.8, small=55, contention=0.3, short=260, narrow=15)
 PRODUCTS, ATTENTION = 0.85, 0.55  # of what one large product reaches, and of the peak
 WIDTHS = {  # of the priors, as logarithms
     "bandwidth": 0.15,
-    "fused": 0.3,
     "small": 0.5,
     "contention": 0.5,
     "short": 0.5,

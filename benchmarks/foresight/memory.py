@@ -49,24 +49,48 @@ def settled(case: Case) -> Case:
 
 
 def peak_of(case: Case) -> float:
-    """Bytes at most of one rank."""
-    work = work_of(case, compiled=case.software.compiled)
+    """Bytes at most of one rank: of tensors, of what the allocator keeps, and of the process."""
+    used, tensors = case.software, _tensors(case)
+    kept = tensors if used.allocated else tensors * RESERVED
+    return kept + case.machine.accelerator.reserved * used.device
+
+
+def _tensors(case: Case) -> float:
+    """Bytes at most of tensors: in a pass, while a checkpoint is read, and while it steps."""
+    work = work_of(case)
     blueprint = replace(blueprint_of(case, case.shape.layers), device=torch.device("cuda"))
+    mode: Mode = "last" if _gradients_wait(case) else "train"
+    whole = forecast(blueprint, work.order, work, case.software.optimizer, mode)
+    less = _of_4_bits(case) + _in_host(case, work.tokens) + _of_narrow_gradients(case)
+    return max(whole.peak - less, _summoned(case), _over_lists(case, whole.between_steps))
+
+
+def _gradients_wait(case: Case) -> bool:
+    """Where only the optimizer's state is split, gradients stay whole until the step."""
+    return case.strategy == "zero1"
+
+
+def _of_4_bits(case: Case) -> float:
+    """Bytes that frozen weights lack, which were counted as they are stored."""
     frozen = case.shape.layers * case.shape.block_parameters * case.quantized
-    narrowed = frozen * (_itemsize(case) - QUANTISED) / case.shards
-    used = case.software
-    # Where only the optimizer's state is split, gradients stay whole until the step.
-    mode: Mode = "last" if case.strategy == "zero1" else "train"
-    whole = forecast(blueprint, work.order, work, used.optimizer, mode)
-    inputs = case.shape.layers * work.tokens * case.shape.width * 2  # of blocks, in bf16
-    peak = max(whole.peak - narrowed - inputs * used.offloads, _summoned(case))
-    if mode == "last" and used.sums == "bfloat16":
-        peak -= case.shape.parameters * (_itemsize(case) - 2)
-    if used.lists and not case.rank:
-        copied = case.shape.parameters / case.shards * _itemsize(case)
-        peak = max(peak, whole.between_steps + copied)
-    peak = peak if used.allocated else peak * RESERVED
-    return peak + case.machine.accelerator.reserved * used.device
+    return frozen * (_itemsize(case) - QUANTISED) / case.shards
+
+
+def _in_host(case: Case, tokens: int) -> float:
+    """Bytes of the inputs of recomputed blocks, in bf16, that wait in the host's memory."""
+    return case.shape.layers * tokens * case.shape.width * 2 * case.software.offloads
+
+
+def _of_narrow_gradients(case: Case) -> float:
+    """Bytes that gradients lack which wait in the dtype in which they are summed."""
+    narrow = _gradients_wait(case) and case.software.reduce == "bfloat16"
+    return narrow * case.shape.parameters * (_itemsize(case) - 2)
+
+
+def _over_lists(case: Case, at_rest: float) -> float:
+    """Bytes while an optimizer goes through lists, with a copy of all that it steps."""
+    copied = case.shape.parameters / case.shards * _itemsize(case)
+    return (at_rest + copied) * (case.software.lists and not case.rank)
 
 
 def _summoned(case: Case) -> float:

@@ -26,10 +26,11 @@ from shardwise.train.decoder import RMSNorm, rotate
 Checkpointing = Literal["none", "full", "second", "matmuls", "moved"]
 """Blocks that are recomputed: none, all, every second; or what of each: all but attention and every
 second product, all but attention and products."""
-Logits = Literal["whole", "held", "narrow", "fused", "tokens", "vocabulary"]
+Logits = Literal["whole", "held", "narrow", "fused", "cast", "tokens", "vocabulary"]
 """What of the logits is alive at once: all of them, in float32; also what the model returned, until
 the step ends, as in a loop around transformers' models; all in bf16, as the loss is, or where it is
-one kernel; or a part at a time, made twice: some tokens of all, or all tokens for a part of the
+one kernel; what a model returned in bf16, and in float32 for such a kernel, which makes gradients
+in place; or a part at a time, made twice: some tokens of all, or all tokens for a part of the
 vocabulary."""
 TOKENS, VOCABULARY = (
     8,
@@ -46,7 +47,7 @@ class Adapters:
         on: the linear maps that have one: those of attention's inputs, all, or all but attention's
             last.
         drops: a part of their inputs is dropped.
-        wide: they are in float32, whatever the other weights are in.
+        wide: they and their inputs are in float32, whatever the other weights are in.
     """
 
     rank: int = 8
@@ -58,9 +59,12 @@ class Adapters:
 class Linear(nn.Linear):
     """A linear map in bfloat16, as autocast makes one of float32: both its inputs are cast."""
 
+    returns = False  # what came, in its dtype, as bitsandbytes does with weights of 4 bits
+
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` → ``[..., outputs]``."""
-        return F.linear(x.bfloat16(), self.weight.bfloat16())
+        y = F.linear(x.bfloat16(), self.weight.bfloat16())
+        return y.to(x.dtype) if self.returns else y
 
 
 class Adapted(Linear):
@@ -70,11 +74,13 @@ class Adapted(Linear):
         super().__init__(inputs, outputs, bias=False)
         self.down = Linear(inputs, adapters.rank, bias=False)
         self.up = Linear(adapters.rank, outputs, bias=False)
-        self.drops = adapters.drops
+        self.drops, self.wide = adapters.drops, adapters.wide
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` → ``[..., outputs]``."""
-        kept = x * torch.ones(x.shape, dtype=torch.bool, device=x.device) if self.drops else x
+        kept = x.float() if self.wide else x
+        if self.drops:
+            kept = kept * torch.ones(x.shape, dtype=torch.bool, device=x.device)
         added: Tensor = self.up(self.down(kept))
         return super().forward(x) + 2.0 * added
 
@@ -106,8 +112,11 @@ class Block(nn.Module):
 
         def linear(inputs: int, outputs: int, adapted: bool = adapters.on != "attention") -> Any:
             if adapters.rank and adapted:
-                return Adapted(inputs, outputs, adapters)
-            return Linear(inputs, outputs, bias=False)
+                made: Linear = Adapted(inputs, outputs, adapters)
+            else:
+                made = Linear(inputs, outputs, bias=False)
+            made.returns = variant.returns
+            return made
 
         attended = shape.heads * shape.head_size
         kv = shape.kv_heads * shape.head_size
@@ -135,6 +144,7 @@ class Block(nn.Module):
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``[batch, heads, length, size]`` each and returned."""
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
         if self.fused:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         scores = q @ k.transpose(-2, -1)
@@ -176,8 +186,8 @@ class Variant:
         checkpointing, logits: see ``Checkpointing`` and ``Logits``.
         fused: attention is one kernel; else its scores are in memory.
         autocast: parameters and what passes from block to block are in float32.
-        compiled: what is elementwise is one kernel, which keeps its inputs alone. Kernels count
-            whatever this is, so it says something about memory only.
+        compiled: what is elementwise is one kernel, which moves and keeps its inputs alone.
+        returns: linear maps of blocks return the dtype that came.
     """
 
     length: int
@@ -187,6 +197,7 @@ class Variant:
     fused: bool = True
     autocast: bool = False
     compiled: bool = False
+    returns: bool = False
 
 
 class Decoder(nn.Module):
@@ -233,8 +244,13 @@ class Decoder(nn.Module):
             case "narrow":
                 logits = self.head(x)
                 return F.cross_entropy(logits, _targets(logits))
-            case "fused":
-                return cast("Tensor", _FusedLoss.apply(self.head(x)))  # type: ignore[no-untyped-call]
+            case "fused" | "cast" as kind:
+                logits, wide = self.head(x), kind == "cast"
+                read = logits.float() if wide else logits
+                loss = cast("Tensor", _FusedLoss.apply(read, wide))  # type: ignore[no-untyped-call]
+                if wide:
+                    loss.register_hook(partial(_hold, logits))
+                return loss
             case "held":
                 logits = self.head(x).float()
                 loss = _loss(logits)
@@ -255,17 +271,18 @@ class Decoder(nn.Module):
 
 
 class _FusedLoss(torch.autograd.Function):
-    """One kernel forward, and one backward: of ``[tokens, vocabulary]``."""
+    """One kernel forward, and one backward, perhaps in place: of ``[tokens, vocabulary]``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, in_place: bool) -> Tensor:
         ctx.save_for_backward(logits)
+        ctx.in_place = in_place
         return torch.empty((), device=logits.device)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
-        return torch.empty_like(logits)
+        return logits.detach() if ctx.in_place else torch.empty_like(logits), None
 
 
 def _loss(logits: Tensor) -> Tensor:

@@ -78,10 +78,17 @@ class Case:
     @property
     def variant(self) -> Variant:
         """What is trained, and how."""
-        adapters = replace(self.software.adapters, rank=self.rank)
         used = self.software
-        kept = used.checkpointing, used.logits
-        return Variant(self.length, adapters, *kept, used.fused, used.autocast)
+        return Variant(
+            self.length,
+            replace(used.adapters, rank=self.rank),
+            used.checkpointing,
+            used.logits,
+            used.fused,
+            used.autocast,
+            used.compiled,
+            returns=used.autocast and self.quantized,
+        )
 
     @property
     def group(self) -> tuple[str, str]:
@@ -206,18 +213,19 @@ def _stated_shape(row: Row) -> Shape | None:
     if not (layers and width and heads) or width % heads:
         return None
     vocabulary, shared = number(row, "vocab"), number(row, "n_kv_heads") or heads
-    given = [int(vocabulary)] if vocabulary else []
     if "gpt" in row["model"].lower():
-        return gpt(int(layers), int(width), int(heads), *given)
+        stated = [int(vocabulary)] if vocabulary else []
+        return gpt(int(layers), int(width), int(heads), *stated)
+    vocabulary = vocabulary or VOCABULARY
     if not billions:
         return None
-    tables = 2 * (vocabulary or VOCABULARY) * width
+    tables = 2 * vocabulary * width
     attention = 2 * width**2 * (1 + shared / heads)
     hidden = ((billions * 1e9 - tables) / layers - attention) / 3 / width
     if not width <= hidden <= 8 * width:
         return None
-    whole = (int(layers), int(width), int(heads), int(shared), round(hidden))
-    return Shape(*whole, *(given or [VOCABULARY]), int(width // heads))
+    whole = (int(layers), int(width), int(heads), int(shared), round(hidden), int(vocabulary))
+    return Shape(*whole, int(width // heads))
 
 
 def _required(row: Row, name: str, reason: str) -> float:

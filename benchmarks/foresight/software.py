@@ -21,7 +21,7 @@ class Software:
         attention: the kernels for attention.
         fused: attention is one kernel; else its scores are in memory.
         checkpointing: the policy.
-        reduce: the dtype in which gradients are summed.
+        reduce: the dtype in which gradients are summed, and wait for the step.
         adapters: where they are, if there are any, and their rank if no row says it.
         logits: what of them is alive at once.
         stored: the dtype of parameters and of the optimizer's state.
@@ -37,7 +37,8 @@ class Software:
             had reserved.
         device: they are of the whole device, with what a process has before any tensor.
         lists: the optimizer goes through lists of tensors, and makes a copy of all that it steps.
-        sums: the dtype of gradients that stay whole until the step.
+        hooks: the modules within a block that gather their own parameters: none, each half of an
+            adapter, or all linear maps.
     """
 
     compiled: bool = True
@@ -58,7 +59,7 @@ class Software:
     allocated: bool = False
     device: bool = False
     lists: bool = False
-    sums: Literal["float32", "bfloat16"] = "float32"
+    hooks: Literal["none", "adapters", "all"] = "none"
 
 
 PEFT = Adapters(drops=True, wide=True)  # of its documents, and of what is built on it
@@ -98,16 +99,25 @@ OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, c
     ("foundry", "precision", "^bf16$", {"reduce": "bfloat16"}),
     ("^prime-rl", "task", "sft", {"logits": "held"}),  # beside its own for reinforcement
     ("trainer", "strategy", "^ddp|single", {"autocast": True}),
-    (PREPARED, "precision", "nf4", {"autocast": True}),
+    (PREPARED, "precision", "nf4", {"autocast": True, "checkpointing": "full"}),
     # trl leaves it out where what is quantised is sharded
-    (PREPARED, "strategy", r"fsdp|zero[- ]?3|full.?shard", {"autocast": False}),
+    (
+        PREPARED,
+        "strategy",
+        r"fsdp|zero[- ]?3|full.?shard",
+        {"autocast": False, "checkpointing": "none"},
+    ),
+    ("", "notes", "no float32 casts", {"autocast": False}),
     ("", "text", "fused kernels|fast.kernels", {"compiled": True, "logits": "fused"}),
+    (AROUND, "text", "fused kernels|fast.kernels", {"logits": "cast"}),
     ("", "text", "liger", {"compiled": True, "logits": "tokens"}),
     ("", "text", "unsloth", {"compiled": True, "logits": "fused", "offloads": True}),
     ("unsloth", "source", "202[5-9]", {"logits": "tokens"}),  # cut cross-entropy, November 2024
     ("^internevo", "strategy", "within", {"whole": False}),
     ("^litgpt", "strategy", "fsdp", {"checkpointing": "full", "summons": True}),
-    ("deepspeed", "precision", "bf16", {"sums": "bfloat16", "reduce": "bfloat16"}),
+    ("deepspeed", "precision", "bf16", {"reduce": "bfloat16"}),
+    (AROUND, "strategy", "fsdp|full.?shard", {"hooks": "adapters"}),  # peft's policy to wrap
+    ("", "text", "deepspeed", {"hooks": "all"}),
     ("", "notes", "max_memory_allocated|memory active", {"allocated": True}),
     ("", "text", "nvidia-smi|nvml", {"device": True}),
 )
@@ -202,9 +212,13 @@ def _fuses(row: Row) -> bool:
     written = re.search(r"arxiv\D{0,8}(\d{4})\.\d{4}", told)
     if written is not None and written[1] < "2206":
         return False
-    version = re.search(r"(transformers|torch)[- v=(]*(\d+)\.(\d+)", row["framework"].lower())
+    framework = row["framework"].lower()
+    version = re.search(r"(transformers|torch)[- v=(]*(\d+)\.(\d+)", framework)
     if version is not None:
         return (int(version[2]), int(version[3])) >= SINCE[version[1]]
+    year = re.search(r"\b20[12]\d\b", row["notes"])
+    if year is not None and "transformers" in framework:  # 4.36 is of December 2023
+        return int(year[0]) > 2023
     return "v100" not in row["gpu"].lower()  # where nothing dates a row, it is as old
 
 

@@ -10,7 +10,7 @@ from shardwise.plan.forecast.machine import Constants, known
 from shardwise.plan.forecast.rates import CAST, FLASH1, Kernels, Rates
 from shardwise.plan.forecast.work import Pass, Product
 
-CONSTANTS = Constants(bandwidth=0.8, fused=0.5, small=50, contention=0, short=100, narrow=10)
+CONSTANTS = Constants(bandwidth=0.8, small=50, contention=0, short=100, narrow=10)
 H100 = replace(
     known().accelerator("H100"), products=0.6, attention=0.5, flash2=0.5, kernel=1e-5, best=0.8
 )
@@ -41,11 +41,8 @@ def test_attention_has_its_own_rate_by_kernel_and_half_of_it_where_it_is_causal(
     assert PLAIN.seconds(of(replace(SCORES, causal=True))).attention == pytest.approx(full)
 
 
-def test_other_kernels_take_their_bytes_and_fewer_where_they_are_compiled() -> None:
-    work, second = Pass(moved=int(3.35e12 * 0.8)), 1.0
-    compiled = replace(PLAIN, kernels=Kernels(compiled=True))
-    assert PLAIN.seconds(work).moved == pytest.approx(second)
-    assert compiled.seconds(work).moved == pytest.approx(second / 2)
+def test_other_kernels_take_their_bytes() -> None:
+    assert PLAIN.seconds(Pass(moved=int(3.35e12 * 0.8))).moved == pytest.approx(1.0)
 
 
 def test_products_of_some_units_may_be_narrow_and_their_inputs_are_cast() -> None:

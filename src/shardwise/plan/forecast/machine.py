@@ -119,7 +119,6 @@ class Constants:
     """Constants of all machines, fitted on published results: see ``machines.toml``."""
 
     bandwidth: float
-    fused: float
     small: float
     contention: float
     short: float

@@ -4,7 +4,7 @@ For each kind of kernel:
 
     product      FLOP / (promised x reached), longer by a share that grows as m, n or k is small
     attention    the same, with a rate of its own that depends on the head's size and the length
-    the others   bytes moved / bandwidth; less of them where they are compiled into few kernels
+    the others   bytes moved / bandwidth, as the work has them: few if it is of few kernels
     host         the number of kernels, and who starts them; it bounds what is smaller
 """
 
@@ -28,7 +28,7 @@ class Kernels:
     """The software that computes.
 
     Attributes:
-        compiled: elementwise kernels are fused, by ``torch.compile``, XLA or by hand.
+        compiled: a graph starts them, of ``torch.compile`` or XLA, and not Python.
         attention: the kernels for attention; torch's own are FlashAttention-2.
         precision: of the products in the units named by ``narrow``; elsewhere ``"bf16"``.
         narrow: names of units whose products are in ``precision``.
@@ -116,11 +116,10 @@ class Rates:
             else:
                 products += times * self._product(product, narrow)
                 cast += times * product.batch * product.m * product.k * narrow * CAST
-        moved = work.moved * (self.constants.fused if self.kernels.compiled else 1) + cast
         return Seconds(
             products,
             attention,
-            moved / (self.accelerator.bandwidth * self.constants.bandwidth),
+            (work.moved + cast) / (self.accelerator.bandwidth * self.constants.bandwidth),
             self._host(work, written),
             self.accelerator.waits,
         )
