@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Literal, cast
 
 import torch
@@ -86,16 +87,32 @@ class Adapted(Linear):
 
 
 class _Fused(torch.autograd.Function):
-    """One kernel for what is elementwise: it keeps its inputs, and has no memory besides."""
+    """One kernel for what is elementwise: it keeps its inputs, and moves each tensor once."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
-        return torch.empty_like(inputs[0])
+        return prod(inputs) if len(inputs) > 1 else inputs[0].clone()
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        (of_output,) = gradients
+        return tuple(
+            of_output * kept if kept.shape == of_output.shape else torch.empty_like(kept)
+            for kept in ctx.saved_tensors
+        )
+
+
+class _Turned(torch.autograd.Function):
+    """One kernel each way that keeps nothing."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clone()
 
 
 def _fused(*inputs: Tensor) -> Tensor:
@@ -134,7 +151,7 @@ class Block(nn.Module):
         y = self._normed(0, x)
         q, k, v = (self._heads(each(y)) for each in (self.q, self.k, self.v))
         if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+            q, k = self._rotated(q, angles), self._rotated(k, angles)
         groups = self.shape.heads // self.shape.kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -154,6 +171,9 @@ class Block(nn.Module):
         scores = (scores * self.shape.head_size**-0.5).masked_fill(later, -1e4)
         weights: Tensor = scores.softmax(-1, dtype=torch.float32)
         return weights.to(v.dtype) @ v
+
+    def _rotated(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        return cast("Tensor", _Turned.apply(x)) if self.compiled else rotate(x, angles)  # type: ignore[no-untyped-call]
 
     def _normed(self, number: int, x: Tensor) -> Tensor:
         norm = self.norms[number]
