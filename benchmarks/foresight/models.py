@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, Literal, cast
 
 import torch
@@ -92,7 +91,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
-        return prod(inputs) if len(inputs) > 1 else inputs[0].clone()
+        first, *others = inputs
+        return first * others[0] if others else first.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
