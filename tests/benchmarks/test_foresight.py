@@ -6,7 +6,7 @@ import csv
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -531,7 +531,7 @@ def test_what_gathers_its_own_parameters_within_a_block_takes_python_time(small:
     adapted = replace(small, rank=4, software=replace(small.software, adapters=peft))
     constants, accelerator = known().constants, small.machine.accelerator
 
-    def seconds(hooks: str, **changes: Any) -> float:
+    def seconds(hooks: Literal["none", "adapters", "all"], **changes: Any) -> float:
         software = replace(adapted.software, hooks=hooks)
         one = replace(adapted, software=software, **changes)
         return plan_of(one).forecast(accelerator, constants).seconds
