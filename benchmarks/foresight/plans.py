@@ -59,12 +59,12 @@ class Plan:
 
     def forecast(self, accelerator: Accelerator, constants: Constants) -> TimeForecast:
         """Time of a step on the case's machine with these constants."""
-        one = self.case
-        hooked, beside = _hooked(one), one.software.hooks == "adapters"
-        accelerator = replace(accelerator, unit=accelerator.unit + 2 * hooked * (not beside))
+        one, software = self.case, self.case.software
+        hooked = _hooked(one)
+        if software.hooks == "all":  # in both passes of a unit
+            accelerator = replace(accelerator, unit=accelerator.unit + 2 * hooked)
         machine = replace(_machine(one), accelerator=accelerator)
         blocks = frozenset(unit for unit in self.work.units if unit.startswith("blocks."))
-        software = one.software
         kernels = Kernels(software.compiled, software.attention, one.precision, blocks)
         rates, network = Rates(accelerator, kernels, constants), Network.of(machine, self.grid)
         walked = tuple(
@@ -72,29 +72,37 @@ class Plan:
             for listed, times in self.modes
         )
         seconds = optimizer_seconds(self.stepped, rates)
-        # torch lets few gathers be under way, so nothing hides those of parts that compute nothing
-        calls = 2 + (software.checkpointing != "none")
-        seconds += beside * hooked * calls * one.shape.layers * one.micro_batches
+        if software.hooks == "adapters":
+            # torch lets few gathers be under way, so nothing hides those of parts so small
+            calls = 2 + (software.checkpointing != "none")
+            seconds += hooked * calls * one.shape.layers * one.micro_batches
         return TimeForecast(walked, seconds, self.work, accelerator.peak("bf16"))
 
 
 def _hooked(case: Case) -> float:
     """Seconds of Python for one pass of a block, beside what the block itself takes."""
-    if case.strategy not in ("full_shard", "hybrid_shard") or case.shards == 1:
+    splits = case.strategy in ("full_shard", "hybrid_shard") and case.shards > 1
+    if case.software.hooks == "none" or not splits:
         return 0.0
+    parts = [*_block(case.shape, case.variant).modules()]
+    if case.software.hooks == "all":
+        return HOOKED * sum(isinstance(part, Linear) for part in parts)
+    return (
+        HOOKED * 2 * sum(isinstance(part, Adapted) for part in parts) * case.variant.adapters.wide
+    )
+
+
+@cache  # a fit asks for it once for each forecast
+def _block(shape: Shape, variant: Variant) -> Block:
     with torch.device("meta"):
-        parts = [*Block(case.shape, case.variant).modules()]
-    adapters = 2 * sum(isinstance(part, Adapted) for part in parts) * case.variant.adapters.wide
-    linear = sum(isinstance(part, Linear) for part in parts)
-    return HOOKED * {"none": 0, "adapters": adapters, "all": linear}[case.software.hooks]
+        return Block(shape, variant)
 
 
 def _machine(case: Case) -> Machine:
     """Its machine, with the latency of all collectives that stand for one of a unit."""
     if not case.software.whole:
         return case.machine
-    with torch.device("meta"):
-        times = len([*Block(case.shape, case.variant).parameters()])
+    times = len([*_block(case.shape, case.variant).parameters()])
     links = {name: getattr(case.machine, name) for name in ("inside", "between")}
     links = {name: replace(link, latency=link.latency * times) for name, link in links.items()}
     return replace(case.machine, **links)
