@@ -195,13 +195,13 @@ class Watched:
 
 
 def _named(sharded: ShardedModel, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    for bucket in sharded.buckets:
-        names_in = [member.name for member in bucket.spec.members]
-        yield f"one of the parameters {names_in[0]!r} … {names_in[-1]!r}", bucket.shard
     names: dict[int, str] = {}
-    for name, param in sharded.model.named_parameters():
-        names[id(param)] = name
-        yield f"parameter {name!r}", param
+    for bucket in sharded.buckets:
+        members = bucket.spec.members
+        yield f"one of the parameters {members[0].name!r} … {members[-1].name!r}", bucket.shard
+        for member in members:
+            names[id(member.param)] = member.name
+            yield f"parameter {member.name!r}", member.param
     for optimizer in optimizers:
         for held in params_of(optimizer):
             for key, value in optimizer.state.get(held, {}).items():
