@@ -37,9 +37,7 @@ class AdapterConfig(Section):
 
     @model_validator(mode="after")
     def _rank_is_given(self) -> Self:
-        fields = type(self).model_fields
-        given = [name for name, field in fields.items() if getattr(self, name) != field.default]
-        if self.rank is None and given:
+        if self.rank is None and (given := self.given()):
             raise ConfigError(
                 f"rank is null, so there is no adapter, and {', '.join(given)} has no effect; "
                 "set adapter.rank to a number such as 8, or remove the section."

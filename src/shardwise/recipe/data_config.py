@@ -108,32 +108,27 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _streaming_is_complete(self) -> Self:
-        if self.format != "text":
-            return self._samples_are_streamed()
-        if self.streaming.streams is None:
-            if self.source.startswith(HUB):
-                raise ConfigError(
-                    f"source {self.source} is read while the model trains; set "
-                    "data.streaming.streams, such as 16."
-                )
-            if self.streaming != StreamingConfig():
-                raise ConfigError("streaming has settings and no streams; set streaming.streams.")
-        elif self.max_bytes is None:
+        streams = self.streaming.streams
+        if self.format == "text" and streams is None and self.source.startswith(HUB):
+            raise ConfigError(
+                f"source {self.source} is read while the model trains; set "
+                "data.streaming.streams, such as 16."
+            )
+        if streams is None and self.streaming.given():
+            raise ConfigError("streaming has settings and no streams; set streaming.streams.")
+        if streams is None:
+            return self
+        if self.format == "text" and self.max_bytes is None:
             raise ConfigError(
                 "streaming needs data.max_bytes: so much text is read before training, for the "
                 "tokenizer and the validation rows; 20_000_000 is enough for both."
             )
-        return self
-
-    def _samples_are_streamed(self) -> Self:
-        if self.streaming.streams is None and self.streaming != StreamingConfig():
-            raise ConfigError("streaming has settings and no streams; set streaming.streams.")
-        if self.streaming.streams and self.validation_source is None:
+        if self.format != "text" and self.validation_source is None:
             raise ConfigError(
                 "streaming reads samples while the model trains, so none can be set aside before; "
                 "name those for validation with data.validation_source."
             )
-        if self.streaming.streams and self.packing == "concatenate":
+        if self.format != "text" and self.packing == "concatenate":
             raise ConfigError(
                 "packing is concatenate, and streamed samples are not; set data.packing true or "
                 "false, or leave data.streaming out."

@@ -53,14 +53,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _from_a_folder_or_a_shape(self) -> Self:
-        fields = type(self).model_fields
-        given = [name for name, field in fields.items() if getattr(self, name) != field.default]
-        if self.source is None and given and (others := {*given} & {*OF_A_FOLDER}):
+        given = {*self.given()}
+        if self.source is None and (others := given & {*OF_A_FOLDER}):
             raise ConfigError(
                 f"{' and '.join(sorted(others))} are of a folder that is read, and model.from "
                 "names none."
             )
-        if self.source is not None and (others := {*given} - {"source", *OF_A_FOLDER}):
+        if self.source is not None and (others := given - {"source", *OF_A_FOLDER}):
             raise ConfigError(
                 f"model.from reads the model in {self.source}, whose config.json says its shape; "
                 f"remove {', '.join(sorted(others))}."

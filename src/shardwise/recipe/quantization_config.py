@@ -31,8 +31,7 @@ class QuantizationConfig(Section):
 
     @model_validator(mode="after")
     def _its_keys_have_an_effect(self) -> Self:
-        fields = type(self).model_fields
-        given = {name for name, field in fields.items() if getattr(self, name) != field.default}
+        given = {*self.given()}
         unread = {None: given, 8: given & {*OF_4_BITS}, 4: set[str]()}[self.bits]
         if unread:
             raise ConfigError(

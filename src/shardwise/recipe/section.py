@@ -59,6 +59,11 @@ class Section(BaseModel):
         serialize_by_alias=True,  # a key may be a word that Python keeps for itself
     )
 
+    def given(self) -> list[str]:
+        """Names of the keys that differ from their default."""
+        fields = type(self).model_fields
+        return [name for name, field in fields.items() if getattr(self, name) != field.default]
+
     @model_validator(mode="before")
     @classmethod
     def _empty(cls, value: object) -> object:
