@@ -161,18 +161,15 @@ def _print(rows: Sequence[Row], bench: Bench, as_json: bool) -> None:
     ]
     rows_of_a_rank, rounds = plural(bench.rows, "row"), plural(bench.rounds, "round")
     click.echo(f"{bench.model}, {rows_of_a_rank} on each rank, medians of {rounds}")
-    click.echo()
-    for line in table([_cells(row) for row in rows], head):
-        click.echo(line)
-    click.echo()
-    click.echo("ms          of a step; engines take turns, the slowest rank counts")
-    click.echo(
-        "TFLOP/s     of a rank; MFU: of what --machines promises; MB sent: in a step, by a rank"
-    )
-    click.echo("peak        of all ranks, beyond Python and torch; each engine by itself")
-    click.echo(
-        "planned     the same, from the plan; of ms with --machines, which --calibrate writes"
-    )
+    click.echo("\n".join(["", *table([_cells(row) for row in rows], head), "", *_LEGEND]))
+
+
+_LEGEND = (
+    "ms          of a step; engines take turns, the slowest rank counts",
+    "TFLOP/s     of a rank; MFU: of what --machines promises; MB sent: in a step, by a rank",
+    "peak        of all ranks, beyond Python and torch; each engine by itself",
+    "planned     the same, from the plan; of ms with --machines, which --calibrate writes",
+)
 
 
 def _cells(row: Row) -> list[str]:

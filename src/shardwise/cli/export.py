@@ -198,10 +198,8 @@ def _to_files(path: Path, given: Path, destination: Path, arguments: ExportArgum
                 bar.update(more)
 
             result = write(source, destination, options, progress)
-        for line in _format_result(
-            result, to, _source_line(source, given), *_tie_warning(source, to)
-        ):
-            click.echo(line)
+        about = _source_line(source, given), *_tie_warning(source, to)
+        click.echo("\n".join(_format_result(result, to, *about)))
 
 
 def _check_whole(source: CheckpointReader) -> None:

@@ -65,10 +65,8 @@ def format_run(run: Run) -> list[str]:
         if listed.problem:
             lines += ["", f"{listed.name}: {escape(listed.problem)}"]
     if run.latest is not None and run.latest not in {c.name for c in run.checkpoints}:
-        lines += [
-            "",
-            f"latest points at {escape(run.latest)}, which is not a checkpoint of the run",
-        ]
+        latest = escape(run.latest)
+        lines += ["", f"latest points at {latest}, which is not a checkpoint of the run"]
     lines += [""] if run.leftovers else []
     for leftover, written in run.leftovers:
         state = _leftover_state(leftover.kind, leftover.is_lost, written)
@@ -127,7 +125,7 @@ def _header(catalogue: Catalogue) -> list[str]:
     else:
         versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
         step = "" if manifest.step is None else f"step {manifest.step:,}, "
-        ranks = f"{manifest.world:,} rank{'s' * (manifest.world != 1)}"
+        ranks = plural(manifest.world, "rank")
         lines = [
             f"{escape(catalogue.path)}  {state}",
             _field(

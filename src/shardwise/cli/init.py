@@ -43,7 +43,8 @@ def run_init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> Non
         theirs, _ = recipe_of(read(tree_of(accelerate, read_text(accelerate)), "accelerate"))
         for key, value in flatten(theirs).items():
             set_key(tree, key, value)
-    for one in questions(flatten(tree), max(1, device_count()), _own_address()):
+    address = next((one.address for one in reachable(interfaces())), "")
+    for one in questions(flatten(tree), max(1, device_count()), address):
         if one.key in ("launch.address", "launch.port") and not _meets_by_address(tree):
             continue
         answer = one.offered if yes else click.prompt(one.text, one.offered, type=one.kind)
@@ -86,10 +87,6 @@ def questions(known: Mapping[str, Any], devices: int, address: str) -> list[Ques
             "sharding.precision", "Precision", precision, click.Choice(["fp32", "bf16", "fp16"])
         ),
     ]
-
-
-def _own_address() -> str:
-    return next((one.address for one in reachable(interfaces())), "")
 
 
 def _meets_by_address(tree: Mapping[str, Any]) -> bool:

@@ -66,8 +66,7 @@ def _show_run(run: Run, verify: bool, as_json: bool) -> int:
     if as_json:
         _print_json(_run_json(run, damage if verify else None))
     else:
-        for line in format_run(run):
-            click.echo(line)
+        click.echo("\n".join(format_run(run)))
         for name, damaged in damage.items():
             if name not in broken:
                 click.echo(_verdict(damaged, f"bytes of {escape(name)}"))
@@ -128,11 +127,8 @@ def _show_checkpoint(path: Path, verify: bool, list_all: bool, as_json: bool) ->
     if as_json:
         _print_json(_catalogue_json(catalogue, damage if verify else None))
     else:
-        for line in format_checkpoint(catalogue, list_all):
-            click.echo(line)
-        click.echo("")
-        for line in format_damage(damage):
-            click.echo(line)
+        lines = [*format_checkpoint(catalogue, list_all), "", *format_damage(damage)]
+        click.echo("\n".join(lines))
         if catalogue.manifest is None:
             click.echo("bytes: no manifest, so no checksums: integrity unknown")
         else:

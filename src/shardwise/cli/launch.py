@@ -53,16 +53,13 @@ def run_launch(arguments: Sequence[str], given: dict[str, object], options: Laun
         given: keys of the recipe's section ``launch`` that were options of the command.
     """
     recipe = read_recipe(arguments[0], arguments[1:], ("--nodes", "--nproc", "--hosts"))
-    hosts = _hosts(options.host_file)
+    file = options.host_file
+    hosts = parse_hosts(file.read_text("utf-8", "replace"), str(file)) if file else ()
     config = _config(recipe.launch, given, hosts)
     plan = _plan(recipe, tuple(arguments), config)
     if note := preset(os.environ):
         click.echo(f"note      {note}")
     _ACTIONS[config.by](plan, options)
-
-
-def _hosts(path: Path | None) -> tuple[Host, ...]:
-    return parse_hosts(path.read_text("utf-8", "replace"), str(path)) if path else ()
 
 
 def _config(config: LaunchConfig, given: dict[str, object], hosts: Sequence[Host]) -> LaunchConfig:

@@ -23,11 +23,9 @@ def run_rehearsal(recipe: Recipe) -> None:
         ShardwiseError: a run failed, or they differ.
     """
     rehearsal = Rehearsal.beside(recipe)
-    changes = [*rehearsal.changes()]
     click.echo(f"rehearsal of {recipe.run.folder}: the same path on {RANKS} CPU ranks, in small:")
-    for line in table([list(change) for change in changes], ["key", "recipe", "here"], left=3):
-        click.echo(line)
-    click.echo("")
+    lines = table(map(list, rehearsal.changes()), ["key", "recipe", "here"], left=3)
+    click.echo("\n".join([*lines, ""]))
     for ranks in (RANKS, 1):
         path = rehearsal.folder / f"ranks-{ranks}.yaml"
         path.write_text(to_yaml(rehearsal.small(ranks)), "utf-8")
