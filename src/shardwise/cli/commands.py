@@ -155,10 +155,10 @@ def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: 
 
         run_rehearsal(parsed)
         return
-    from shardwise.cli.launch_options import LaunchOptions
     from shardwise.cli.train import run_train
+    from shardwise.cli.train_options import TrainOptions
 
-    run_train(parsed, (recipe, *overrides), LaunchOptions(**processes))
+    run_train(parsed, (recipe, *overrides), TrainOptions(**processes))
 
 
 def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.launch_options import LaunchOptions
 from shardwise.cli.other_libraries import import_for, importing
+from shardwise.cli.train_options import TrainOptions
 from shardwise.comm.machine.environment import read_launch
 from shardwise.errors import ConfigError
 from shardwise.launch.fork import can_fork
@@ -28,7 +28,7 @@ from shardwise.launch.launcher import exit_with_launcher, start, threads_of_rank
 from shardwise.recipe.recipe import Recipe
 
 
-def run_train(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) -> None:
+def run_train(recipe: Recipe, arguments: Sequence[str], options: TrainOptions) -> None:
     """``shardwise train``; exits with a status of the table in docs/quickstart.md.
 
     Args:
@@ -68,7 +68,7 @@ def _ranks_of(recipe: Recipe, path: str) -> int | None:
     return recipe.launch.nproc
 
 
-def _check_kill_rank(options: LaunchOptions, ranks: int, recipe: Recipe) -> None:
+def _check_kill_rank(options: TrainOptions, ranks: int, recipe: Recipe) -> None:
     (rank, step), steps = options.kill_rank or (0, 1), recipe.run.steps
     is_known = recipe.run.epochs is None  # how many steps there are
     if rank >= ranks or step < 1 or (is_known and step > steps):
@@ -78,7 +78,7 @@ def _check_kill_rank(options: LaunchOptions, ranks: int, recipe: Recipe) -> None
         )
 
 
-def _launch(recipe: Recipe, arguments: Sequence[str], options: LaunchOptions) -> None:
+def _launch(recipe: Recipe, arguments: Sequence[str], options: TrainOptions) -> None:
     """Launch the ranks; before they meet, check what needs no data, model or processes."""
     ranks = options.nproc or 1
     command = [sys.executable, "-m", "shardwise.cli", "train", *arguments]
@@ -141,6 +141,5 @@ def _is_to_run(recipe: Recipe, ranks: int) -> bool:
     if decide_start(recipe) is not Start.FINISHED:
         return True
     steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
-    for line in format_record(Complete(recipe.run.folder, steps)):
-        click.echo(line)
+    click.echo("\n".join(format_record(Complete(recipe.run.folder, steps))))
     return False

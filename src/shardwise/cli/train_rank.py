@@ -11,10 +11,10 @@ import click
 import torch
 
 from shardwise.checkpoint.collectives import all_gather_object
-from shardwise.cli.launch_options import LaunchOptions
 from shardwise.cli.other_libraries import import_for, without_their_noise
 from shardwise.cli.progress import reporter
 from shardwise.cli.tables import table
+from shardwise.cli.train_options import TrainOptions
 from shardwise.comm.machine.connect import TIMEOUT, connect
 from shardwise.comm.machine.devices import device_count
 from shardwise.comm.machine.environment import Launch
@@ -34,7 +34,7 @@ Kill = tuple[int, int] | None
 """The rank of a simulated crash, and its step."""
 
 
-def run_rank(recipe: Recipe, launch: Launch, options: LaunchOptions) -> None:
+def run_rank(recipe: Recipe, launch: Launch, options: TrainOptions) -> None:
     """Run as a rank of a launcher: an error is written to the error file that it reads."""
     try:
         if options.nproc not in (None, launch.size):
@@ -57,7 +57,7 @@ def _requests(kill_rank: Kill, rank: int) -> SignalRequests:
     return SignalRequests(kill_at=step if killed == rank else 0)
 
 
-def run(recipe: Recipe, launch: Launch | None, options: LaunchOptions) -> None:
+def run(recipe: Recipe, launch: Launch | None, options: TrainOptions) -> None:
     """This process's rank of the run."""
     attempt = Attempt(*launch_attempt(os.environ))
     requests = _requests(options.kill_rank, launch.rank if launch else 0)

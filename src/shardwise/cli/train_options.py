@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class LaunchOptions:
+class TrainOptions:
     """Processes, restarts, a simulated crash, more output.
 
     ``force`` and ``machines`` are those of ``Foresight``; ``timeout`` is that of ``connect``.
