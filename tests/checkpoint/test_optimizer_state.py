@@ -95,3 +95,16 @@ def test_state_that_rank_0_stores_for_all_and_that_differs_is_refused(
 def test_groups_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     texts = refused(2, lambda p, rank: torch.optim.SGD(p, lr=0.1 + rank), tmp_path)
     assert all("0 (SGD): lr of group 0: rank 0: 0.1; rank 1: 1.1" in text for text in texts)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_of_no_parameter_is_refused(world: int, tmp_path: Path) -> None:
+    """MADGRAD counts its steps under the key ``"k"``."""
+
+    def counting(params: Any, _: int) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.state["k"] = torch.tensor([1])  # type: ignore[index]
+        return optimizer
+
+    for text in refused(world, counting, tmp_path):
+        assert "SGD keeps state of no parameter, under ['k'], which a checkpoint has no " in text

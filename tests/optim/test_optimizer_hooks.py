@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -623,9 +624,9 @@ def test_state_of_another_number_of_ranks_is_refused() -> None:
     )
     assert said(sw.ShardwiseError, optimizer.step) == (
         "state 'exp_avg' of parameter 'weight' has shape (4, 6); the shard here is (32, 1) of "
-        "(6, 6). It is another rank's state, or that of other ranks. Load full state, as "
-        "optimizer.state_dict() gives it, sharded or not, or use "
-        "sharded.load_optimizer_state_dict() or sharded.load()."
+        "(6, 6). It is another rank's, or of other ranks, or has not one value for each element "
+        "and cannot be cut. Load full state, as optimizer.state_dict() gives it, or use "
+        "sharded.load_optimizer_state_dict() or load()."
     )
 
 
@@ -642,6 +643,61 @@ def test_state_that_fits_on_one_rank_alone_is_refused_on_every_rank() -> None:
 
     for text in on_ranks(2, lambda: nn.Linear(2, 5), rank):
         assert "state 'exp_avg' of parameter 'weight' has shape (3, 2); the shard here is" in text
+
+
+class TwoMomentums(Signed):
+    """State of an elementwise optimizer that is one tensor for both, as AdEMAMix's may be."""
+
+    elementwise = True
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("both", torch.zeros(2, *param.shape)).add_(param.grad)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
+def test_state_that_cannot_be_cut_is_neither_given_out_nor_taken(strategy: str) -> None:
+    """Rank 0's part would be saved as if it were all, and on shards of one row it broadcasts."""
+
+    def rank(comm: Comm, model: nn.Module) -> list[str]:
+        before = TwoMomentums(model.parameters())
+        train(model, ODD.batch(0, 2))
+        before.step()
+        sw.shard(model, strategy, comm=comm)
+        after = TwoMomentums(model.parameters())
+        train(model, ODD.batch(0, 2))
+        after.step()
+        return [said(sw.OptimizerError, do) for do in (before.step, after.state_dict)]
+
+    for text in [text for texts in on_ranks(2, ODD.build, rank) for text in texts]:
+        assert "has not one value for each element and cannot be cut" in text
+
+
+class Wrapper(Optimizer):
+    """Like pytorch_optimizer's Lookahead: without torch's ``__init__``, and with torch's hooks."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
+        self.param_groups = inner.param_groups
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._patch_step_function()
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_a_wrapper_without_torchs_hooks_steps_where_every_rank_has_all() -> None:
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sw.shard(model, "no_shard", comm=comm)
+        train(model, nets.decoder_batch(0, 2))
+        Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+        return clones(model.state_dict())
+
+    plain = seeded(nets.decoder)
+    train(plain, nets.decoder_batch(0, 2))
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert all(equal(state, plain.state_dict()) for state in on_ranks(2, nets.decoder, rank))
 
 
 # --- parameters beside those of the model -----------------------------------------------------

@@ -128,8 +128,7 @@ class Restored:
             for key, place in target.saved.tensors.items():
                 state[key], start = _memory(target, key, place, self._dtype(target, key, place))
                 requests.append(request_for(place, start, state[key]))
-            values = target.saved.values.items()
-            state |= {key: json_codec.decode(value) for key, value in values}
+            state |= {key: json_codec.decode(value) for key, value in target.saved.values.items()}
             self._states.append((target, state))
             self._options += [
                 (target.group, key, json_codec.decode(value))

@@ -78,6 +78,13 @@ class LocalState(NamedTuple):
 def local_state(optimizer: Optimizer, named: Named) -> LocalState:
     """All that the optimizer keeps, by parameter name."""
     state = LocalState({}, {}, {})
+    keys: Iterable[object] = optimizer.state
+    if beside := [key for key in keys if not isinstance(key, Tensor)]:
+        raise CheckpointError(
+            f"{type(optimizer).__qualname__} keeps state of no parameter, under {beside}, which a "
+            "checkpoint has no place for. Keep it in the optimizer's param_groups, or store "
+            "optimizer.state_dict(), or leave the optimizer out."
+        )
     for param in params_of(optimizer):
         shard = named.shard(param, optimizer)
         name = shard.member.name
@@ -96,10 +103,11 @@ def local_state(optimizer: Optimizer, named: Named) -> LocalState:
 
 def groups_of(optimizer: Optimizer, named: Named) -> list[dict[str, Any]]:
     """The optimizer's groups, with names in place of parameters."""
-    names = {id(param): named.shard(param, optimizer).member.name for param in params_of(optimizer)}
-    renamed = ([names[id(param)] for param in group["params"]] for group in optimizer.param_groups)
-    groups = zip(optimizer.param_groups, renamed, strict=True)
-    return [{**group, "params": params} for group, params in groups]
+
+    def name_of(param: Tensor) -> str:
+        return named.shard(param, optimizer).member.name
+
+    return [{**g, "params": [*map(name_of, g["params"])]} for g in optimizer.param_groups]
 
 
 def record_of(kind: str, groups: Sequence[Mapping[str, Any]], values: ByName) -> dict[str, Any]:
@@ -217,7 +225,5 @@ def check_plain(value: Any, key: str, name: str) -> None:
 def check_key(key: object, name: str) -> None:
     """Raises ``CheckpointError`` if no tensor can be stored under this key."""
     if not isinstance(key, str) or not key or "/" in key:
-        raise CheckpointError(
-            f"the optimizer keeps state under the key {key!r} for {name!r}; only strings without "
-            "'/' can be stored."
-        )
+        keys = f"the optimizer keeps state under the key {key!r} for {name!r}"
+        raise CheckpointError(f"{keys}; only strings without '/' can be stored.")

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from shardwise.config.options import blocks
+from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.sharding import Sharding, sharding_of
-from shardwise.optim.blockwise import SCALES, cut_scales, whole_of_parts
+from shardwise.optim.blockwise import SCALES, cut_scales, whole_of_parts, without_tables
 from shardwise.torch_internals import tree_leaves, tree_map, tree_map_only
 
 # 0-dim state that counts or schedules steps, and is no element's value.
@@ -38,21 +39,22 @@ def cut_state(optimizer: Optimizer, param: nn.Parameter, is_known: bool) -> str:
     state and parameter side by side, so their formats must be one.
 
     Returns:
-        Which tensor of an optimizer that ``is_known`` has another shape; empty if all fit.
+        Which tensor does not have the shard's shape (of others than known ones, nor one element).
     """
     sharding, state = sharding_of(param), optimizer.state.get(param)
     if sharding is None or not state:
         return ""
-    for name, value in state.items():
+    for name, value in without_tables(state).items():
         if isinstance(value, Tensor) and name in SCALES:
             if value.numel() == blocks(sharding.shape.numel()):
                 state[name] = cut_scales(value, sharding)
             continue
         cut = partial(_cut, name, param=param, sharding=sharding)
         state[name] = new = tree_map_only(Tensor, cut, value)
-        is_one = isinstance(new, Tensor) and name not in BOOKKEEPING
-        if is_known and is_one and new.shape != param.shape:
-            return _misfit(name, new, param, sharding)
+        leaves = [] if name in BOOKKEEPING else tree_leaves(new)
+        for leaf in (x for x in leaves if isinstance(x, Tensor) and x.shape != param.shape):
+            if is_known or (leaf.numel() != 1 and sharding.placement == "fully_sharded"):
+                return _misfit(name, leaf, param, sharding)
     return ""
 
 
@@ -61,17 +63,16 @@ def _cut(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> T
         value = value.to_local()
     elif _is_elements(name, value, sharding.shape) and value.shape != param.shape:
         value = sharding.cut(value, param.shape).clone()
-    if not _is_elements(name, value, param.shape):
-        return value
-    return value.to(param.device).contiguous()
+    is_elements = _is_elements(name, value, param.shape)
+    return value.to(param.device).contiguous() if is_elements else value
 
 
 def _misfit(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> str:
     return (
         f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; the shard "
-        f"here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another rank's state, or "
-        "that of other ranks. Load full state, as optimizer.state_dict() gives it, sharded or "
-        "not, or use sharded.load_optimizer_state_dict() or sharded.load()."
+        f"here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another rank's, or of "
+        "other ranks, or has not one value for each element and cannot be cut. Load full state, as "
+        "optimizer.state_dict() gives it, or use sharded.load_optimizer_state_dict() or load()."
     )
 
 
@@ -83,6 +84,8 @@ def whole_state(
     Args:
         copy: called with each whole tensor, which is a view of a larger one.
     """
+    if misfits := [*filter(None, (cut_state(optimizer, p, False) for p in bucket.params))]:
+        raise OptimizerError(misfits[0])
     states = [optimizer.state.get(param, {}) for param in bucket.params]
     cut = [_elements(*pair) for pair in zip(states, bucket.params, strict=True)]
     wholes: list[dict[_Key, Tensor]] = [{} for _ in cut]
@@ -98,8 +101,8 @@ def whole_state(
     return [_replaced(*pair) for pair in zip(states, wholes, strict=True)]
 
 
+#: The name of a state, and the number of a tensor in it: 0, but for state that is a list.
 _Key = tuple[str, int]
-"""The name of a state, and the number of a tensor in it: 0, but for state that is a list."""
 
 
 def _elements(state: Mapping[str, Any], param: nn.Parameter) -> dict[_Key, Tensor]:

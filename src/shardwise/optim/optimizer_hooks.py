@@ -293,6 +293,9 @@ class OptimizerHooks:
         self._admitted.add(optimizer)
         if optimizer not in self._known:
             self._known[optimizer] = True
+            # A wrapper of another optimizer may not have called torch's ``__init__``.
+            if "_optimizer_state_dict_post_hooks" not in vars(optimizer):
+                Optimizer.__setstate__(optimizer, {})
             self._handles += [
                 optimizer.register_load_state_dict_post_hook(self._admitted.discard),
                 optimizer.register_state_dict_post_hook(self._make_whole),
@@ -327,8 +330,7 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     plain = []
     for group in optimizer.param_groups:
         params = group["params"]
-        names = group.get("param_names") or [""] * len(params)
-        pairs = zip(names, params, strict=True)
+        pairs = zip(group.get("param_names") or [""] * len(params), params, strict=True)
         plain += [pair for pair in pairs if pair[1].requires_grad and sharding_of(pair[1]) is None]
     return [(name or f"one of shape {tuple(param.shape)}", param) for name, param in plain]
 
@@ -337,10 +339,8 @@ def _update_of(optimizer: Optimizer) -> str:
     """The class and learning rates of a step, which are to be alike on all ranks."""
     # Of one schedule, hosts with other mathematical libraries may differ in the last digits.
     rates = (group.get("lr") for group in optimizer.param_groups)
-    on_host = (
-        r for r in rates if isinstance(r, int | float) or (isinstance(r, Tensor) and r.is_cpu)
-    )
-    known = dict.fromkeys(f"{float(rate):.6g}" for rate in on_host)
+    here = (r for r in rates if isinstance(r, int | float | Tensor) and getattr(r, "is_cpu", True))
+    known = dict.fromkeys(f"{float(rate):.6g}" for rate in here)
     return f"{type(optimizer).__name__}.step() with lr {', '.join(known)}"
 
 
@@ -350,7 +350,6 @@ def _has_no_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> bool:
 
 def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     check_optimizer(type(optimizer).__name__, params)
-    kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise OptimizerError(
             "SparseAdam cannot step on a sharded model: it needs sparse gradients, and those that "
@@ -360,8 +359,8 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
         check_blocks(optimizer, params)
         return
     split = [s for p in params if (s := sharding_of(p)) and s.placement == "fully_sharded"]
-    if split and not is_elementwise(kind):
-        raise OptimizerError(_not_elementwise(kind, split, len(params)))
+    if split and not is_elementwise(type(optimizer)):
+        raise OptimizerError(_not_elementwise(type(optimizer), split, len(params)))
 
 
 def _not_elementwise(kind: type[Optimizer], split: Sequence[Sharding], held: int) -> str:
