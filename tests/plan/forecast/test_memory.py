@@ -19,7 +19,7 @@ from shardwise.config.checkpointing import ActivationCheckpointing
 from shardwise.plan.draw import draw
 from shardwise.plan.forecast import holdings
 from shardwise.plan.forecast.holdings import Kind
-from shardwise.plan.forecast.memory import FIRST_STEP, Heap, MemoryForecast, forecast
+from shardwise.plan.forecast.memory import APART, FIRST_STEP, Heap, MemoryForecast, forecast
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.work import Span, StepWork
 from shardwise.plan.schedule.events import Event
@@ -244,11 +244,13 @@ def test_a_process_keeps_what_each_pool_has_had_at_most() -> None:
     assert max(highest) < memory.pooled <= sum(highest)
     heap = memory.heap
     assert (heap.blocks, heap.mapped) == (memory.most[Kind.ACTIVATIONS], 0)
-    assert 0 < heap.passing < heap.blocks
+    assert (heap.passing, heap.freed) == (0, 0)
     lasting = sum(n for kind, n in memory.most.items() if kind not in transient)
-    least = lasting + memory.pooled + heap.passing + FIRST_STEP
-    assert memory.process(kept=0.0) == least > memory.peak
-    assert memory.process(0.5) - memory.process(0.0) == max(heap.saved, heap.freed) // 2
+    least = lasting + memory.pooled + int(APART * heap.holes) + FIRST_STEP
+    assert memory.process(kept=0.0) == memory.process(kept=0.5) == least > memory.peak
+    recomputed, _ = of_decoder(ActivationCheckpointing())
+    assert 0 < recomputed.heap.passing < heap.blocks
+    assert recomputed.process(0.5) - recomputed.process(0.0) == recomputed.heap.freed // 2 > 0
 
 
 class Waves(nn.Module):
@@ -271,12 +273,32 @@ def test_what_recomputation_frees_at_once_passes() -> None:
         assert max(span.freed for span in work.forward) == freed * x.nbytes
 
 
-def test_holes_are_a_part_of_what_is_saved_or_passed() -> None:
-    heap = Heap(blocks=100, mapped=7, saved=20, passing=10, freed=200)
-    assert heap.held(kept=0.25) == 117 + 50
-    assert heap._replace(saved=400).held(kept=0.25) == 117 + 100
-    assert heap._replace(engine=59).held(kept=0.25) == 117 + 50  # it fills them
-    assert heap._replace(engine=61).held(kept=0.25) == 107 + 61
+class Widens(Waves):
+    """And then widens them to ``width``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, 16]`` → ``[rows, width]``."""
+        return super().forward(x)[:, None].repeat(1, self.width)
+
+
+@pytest.mark.parametrize(("width", "left"), [(4, 13), (16, 17), (20, 17)])
+def test_a_hole_takes_smaller_blocks_and_none_of_its_own_size(width: int, left: int) -> None:
+    model, x = nn.Sequential(Widens(width)), torch.ones(8, 16)
+    work = observe(model, choose_units(model, by_class(Widens)), (x,), {})
+    (span,) = (span for span in work.forward if span.unit == "0" and span.freed)
+    assert span.holes == left * 8 * x.itemsize  # the mean, of one column, is freed, too
+
+
+def test_holes_are_a_part_of_what_is_freed() -> None:
+    heap = Heap(blocks=100, mapped=7, holes=20, passing=10, freed=200)
+    assert heap.held(kept=0.25) == 107 + 16 + 10 + 50
+    assert heap._replace(engine=75).held(kept=0.25) == 107 + 76  # it fills them
+    assert heap._replace(engine=77).held(kept=0.25) == 107 + 77
+    assert Heap(blocks=100, holes=-20).held(kept=0.25) == 100  # of others' some are filled
 
 
 def test_the_engines_small_tensors_lie_in_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ AVERAGED = "+ema"  # after the optimizer's name: with a moving average of the pa
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 OUTSIDE = "(no unit)"  # the loss, and modules without parameters
 MOST_LINES = 8  # of an explanation, by kind and by unit
+APART = 0.8  # of holes of the forward pass, the part that does not join: docs/planning.md
 FIRST_STEP = 26 << 20  # bytes that a process's first step loads and makes beside tensors
 _COUNTED = POOLED | {Kind.ACTIVATIONS}  # by ``process`` otherwise
 
@@ -68,14 +69,14 @@ class Heap(NamedTuple):
 
     Attributes:
         blocks, mapped: bytes at most of storages below the threshold, which leave holes; of others.
-        saved, passing: bytes of the former that the backward pass frees, and as in ``StepWork``.
-        freed: bytes that the forward pass frees; of the largest size of each span.
+        holes: bytes that the forward pass of units that are not recomputed leaves in holes.
+        passing, freed: as in ``StepWork`` and its forward spans, where units are recomputed.
         engine: bytes of small tensors of the engine at most, which fill holes.
     """
 
     blocks: int = 0
     mapped: int = 0
-    saved: int = 0
+    holes: int = 0
     passing: int = 0
     freed: int = 0
     engine: int = 0
@@ -86,17 +87,18 @@ class Heap(NamedTuple):
         spans = (*work.forward, *work.backward)
         blocks = reduce(Level.then, (span.blocks for span in spans))
         mapped = reduce(Level.then, (span.mapped for span in spans))
-        saved = sum(span.blocks.grown for span in work.forward)
-        freed = sum(span.freed for span in work.forward)
-        return cls(blocks.peak, mapped.peak, saved, work.passing, freed)
+        again = {unit for unit, each in work.units.items() if each.recomputed.kernels}
+        holes = sum(span.holes for span in work.forward if span.unit not in again)
+        freed = sum(span.freed for span in work.forward if span.unit in again)
+        return cls(blocks.peak, mapped.peak, holes, work.passing if again else 0, freed)
 
     def held(self, kept: float) -> int:
         """Bytes of all at most, holes included; ``kept``: see ``MemoryForecast.process``.
 
-        Objects of autograd lie between what the forward pass saves, and between what it frees where
-        it saves little; the holes beside them are too small for other blocks.
+        Objects of autograd lie beside all blocks of the forward pass and keep holes apart. Those
+        of what is recomputed end with it, so most of its holes join.
         """
-        holes = self.passing + int(kept * max(self.saved, self.freed))
+        holes = int(APART * max(0, self.holes)) + self.passing + int(kept * self.freed)
         return self.blocks + self.mapped + max(self.engine, holes)
 
 
@@ -135,7 +137,7 @@ class MemoryForecast:
         passes seldom fits where blocks of other sizes were, and has memory of its own.
 
         Args:
-            kept: of blocks of the forward pass, the part that the C library has in holes.
+            kept: of what recomputed units free, the part that the C library has in holes.
         """
         lasting = sum(n for kind, n in self.most.items() if kind not in _COUNTED)
         return lasting + self.pooled + self.heap.held(kept) + FIRST_STEP

@@ -6,7 +6,7 @@ they were made, so the number of the node that runs tells the span that made it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +76,7 @@ class _Span:
     blocks: int = 0  # of storages below the threshold: bytes when it began, and at most so far
     blocks_peak: int = 0
     mapped_peak: int = 0  # of the others
+    holes: int = 0  # bytes of holes when it began
     freed: Counter[int] = field(default_factory=Counter)  # made and freed blocks, by bytes
     kernels: _Kernels = field(default_factory=_Kernels)
     repeated: _Kernels = field(default_factory=_Kernels)
@@ -86,7 +87,8 @@ class _Span:
         mapped = Level(grown - blocks.grown, self.mapped_peak - (self.alive - self.blocks))
         largest = max(self.freed, default=0)
         freed = largest * self.freed[largest]
-        return Span(self.unit, grown, self.peak - self.alive, in_host, blocks, mapped, freed)
+        levels = grown, self.peak - self.alive, in_host, blocks, mapped
+        return Span(self.unit, *levels, freed, following.holes - self.holes)
 
     def note(self, alive: int, blocks: int) -> None:
         """So many bytes are alive."""
@@ -113,6 +115,7 @@ class Recording(TorchDispatchMode):
         self._saved, self._kept = _Bytes(), _Bytes()  # the same when the backward pass begins
         self._outputs = _Bytes()
         self._blocks = 0  # bytes alive of storages below the threshold
+        self._holes = list[int]()  # where the forward pass has freed some, the smallest first
         self._changes = list[tuple[int, int]]()  # of them: a number for each, and bytes; freed: < 0
         self._turned = 0  # how many of them were before the backward pass
         self._forward, self._backward = [_Span(None, 0, 0, 0)], list[_Span]()
@@ -193,7 +196,8 @@ class Recording(TorchDispatchMode):
 
     def _next(self, unit: str | None) -> _Span:
         alive, blocks = self._alive.total(), self._blocks
-        return _Span(unit, alive, self._copied.total(), alive, blocks, blocks, alive - blocks)
+        levels = alive, self._copied.total(), alive, blocks, blocks, alive - blocks
+        return _Span(unit, *levels, sum(self._holes))
 
     def _note(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
@@ -216,6 +220,15 @@ class Recording(TorchDispatchMode):
         if abs(nbytes) < self._maps_from:
             self._blocks += nbytes
             self._changes.append((number, nbytes))
+            if not self._backward:
+                self._fill(nbytes)
+
+    def _fill(self, nbytes: int) -> None:
+        """A block fills the smallest hole that is larger: more is asked for than it takes."""
+        if nbytes < 0:
+            insort(self._holes, -nbytes)
+        elif (at := bisect_right(self._holes, nbytes)) < len(self._holes):
+            insort(self._holes, self._holes.pop(at) - nbytes)
 
     def _go_back(self) -> None:
         """Begin the spans up to the one that made the node that autograd executes."""

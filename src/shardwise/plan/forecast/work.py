@@ -97,6 +97,7 @@ class Span:
         in_host: ``grown`` of what checkpointing keeps in host memory, which is not in ``grown``.
         blocks, mapped: of storages below the threshold, and of the others.
         freed: bytes of the former that it made and freed, of the largest size of these.
+        holes: bytes of blocks that the forward pass has freed and no smaller ones have filled.
     """
 
     unit: str | None
@@ -106,13 +107,14 @@ class Span:
     blocks: Level = NOTHING
     mapped: Level = NOTHING
     freed: int = 0
+    holes: int = 0
 
     def then(self, other: Span) -> Span:
         """Both, as one span of the first one's unit."""
         level = Level(self.grown, self.peak).then(Level(other.grown, other.peak))
         blocks, mapped = self.blocks.then(other.blocks), self.mapped.then(other.mapped)
         in_host, freed = self.in_host + other.in_host, self.freed + other.freed
-        return Span(self.unit, *level, in_host, blocks, mapped, freed)
+        return Span(self.unit, *level, in_host, blocks, mapped, freed, self.holes + other.holes)
 
 
 @dataclass(frozen=True)
