@@ -567,3 +567,27 @@ def test_attention_in_one_kernel_keeps_no_scores() -> None:
     assert internals.flash_attention_backward.__name__ == (
         internals.flash_attention.__name__ + "_backward"
     )
+
+
+def test_code_that_was_compiled_looks_at_the_data_of_parameters_and_writes_nothing() -> None:
+    """Without it one rank that compiles alone seems to have written to its parameters."""
+    asked: list[bool] = []
+
+    class Asked(nn.Parameter):
+        __torch_function__: Any = internals.NO_TORCH_FUNCTION
+
+        @property
+        def data(self) -> Tensor:  # type: ignore[override]
+            asked.append(internals.read_by_compiled_code())
+            return internals.get_data(self)
+
+    weight = Asked(torch.ones(2, 2))
+
+    def multiplied(x: Tensor) -> Tensor:
+        return x @ weight
+
+    compiled: Any = torch.compile(multiplied, backend="aot_eager")
+    assert compiled(torch.ones(2, 2)).sum() == 8
+    assert all(asked)
+    assert weight.data.sum() == 4  # asked by a test, which could write to it
+    assert not asked[-1]

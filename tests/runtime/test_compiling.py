@@ -155,11 +155,12 @@ def test_so_they_are_over_real_ranks_in_bf16(
     assert run(2, rank, way) == run(2, rank, None)
 
 
-def test_one_rank_alone_may_compile_though_ranks_map_the_same_memory() -> None:
-    """Gradients step aside and come back: that hands no parameter's memory out."""
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_rank_alone_may_compile_though_ranks_map_the_same_memory(backend: str) -> None:
+    """Gradients step aside and come back, and what is compiled looks at parameters' ``data``."""
 
     def rank(comm: Comm, way: Way | None) -> list[float]:
-        return losses(comm, way if comm.rank == 0 else None)
+        return losses(comm, way if comm.rank == 0 else None, backend)
 
     assert run_sharing(2, rank, layer) == run_sharing(2, rank, None)
 

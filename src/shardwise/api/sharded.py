@@ -104,8 +104,9 @@ class Sharded:
         if shape is not None:
             self.comm.agree({"mesh": str(shape)})
             if self.options.mesh is None and shape.replicate == 1 < shape.shard:
-                text = "%d ranks on one host: %s keeps one copy of the model, as %s does"
-                self._say(text, shape.shard, self.placement.name, self.placement.on_one_axis)
+                alike = "full_shard" if self.placement.frees else "shard_grad_op"
+                text = f"keeps one copy of the model, as {alike} does"
+                self._say("%d ranks on one host: %s %s", shape.shard, self.placement.name, text)
         return shape
 
     def _say(self, text: str, *values: object) -> None:

@@ -79,11 +79,6 @@ class Placement:
         return "shard" in self.parameters
 
     @property
-    def on_one_axis(self) -> str:
-        """The strategy that does the same where there is one copy."""
-        return "full_shard" if self.frees else "shard_grad_op"
-
-    @property
     def words(self) -> str:
         """Name the placement in the table of units."""
         return "sharded" if self.splits else "replicated"

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.torch_internals import NO_TORCH_FUNCTION, get_data, graph_task, set_data
+from shardwise import torch_internals as internals
 
 _BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _WRITES_NOTHING = ("requires_grad_", "share_memory_")
@@ -28,7 +28,7 @@ _WRITES_NOTHING = ("requires_grad_", "share_memory_")
 class GatheredParameter(nn.Parameter):
     """The class of a parameter while its unit is whole."""
 
-    __torch_function__: Any = NO_TORCH_FUNCTION
+    __torch_function__: Any = internals.NO_TORCH_FUNCTION
 
     @staticmethod
     def before_write() -> None:
@@ -37,20 +37,21 @@ class GatheredParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The whole values, without their history."""
-        self.before_write()
-        return get_data(self)
+        if not internals.read_by_compiled_code():
+            self.before_write()
+        return internals.get_data(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self.before_write()
-        set_data(self, value)
+        internals.set_data(self, value)
 
 
 def _checked(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
     def write(self: GatheredParameter, *args: Any, **kwargs: Any) -> Any:
-        if name != "detach" or graph_task() == -1:
+        if name != "detach" or internals.graph_task() == -1:
             self.before_write()
         return method(self, *args, **kwargs)
 

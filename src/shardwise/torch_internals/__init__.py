@@ -12,12 +12,12 @@ from shardwise.torch_internals.self_tests import decide_on_newer_torch
 if __name__ == "shardwise.torch_internals":  # before the names that a newer torch may lack
     decide_on_newer_torch(__file__)
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter, methodcaller
-from sys import getrefcount
 from types import ModuleType
 from typing import Any, cast
 
@@ -53,6 +53,11 @@ base_of: Callable[[Tensor], Tensor | None] = _SLOTS._base.__get__
 get_version: Callable[[Tensor], int] = _SLOTS._version.__get__
 #: How many own it in C++: its object in Python is one, a ``.grad`` or a graph another.
 tensor_uses: Callable[[Tensor], int] = _SLOTS._use_count
+
+
+def read_by_compiled_code() -> bool:
+    """Does AOTAutograd look at a property of ours? It reads ``data``, and writes nothing."""
+    return str(sys._getframe(2).f_globals["__name__"]).startswith("torch._functorch.")
 
 
 #: Functions that hand tensors to C++ and do not ask their class for ``__torch_function__``.
@@ -95,7 +100,7 @@ def storage_key(tensor: Tensor) -> int:
 def storage_uses(tensor: Tensor) -> int:
     """The owners of its storage, with those of torch's one Python object for it. Compare two."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) + getrefcount(storage)
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 #: ``(flat, like) → `` views of ``flat``, one after the other, in the shapes of ``like``; one call.

@@ -208,9 +208,7 @@ def _no_entry_error(module: nn.Module, name: str) -> ConfigError:
             f"{name!r} is read by {parent!r} (MultiheadAttention) without being called, so its "
             f"parameters could not be gathered. Pick {parent!r}."
         )
-    inside = [
-        f"{name}.{child}" for child, part in module.named_children() if holds_parameters(part)
-    ]
+    inside = [f"{name}.{child}" for child, m in module.named_children() if holds_parameters(m)]
     more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
     advice = f"its children: {', '.join(inside[:4])}{more}" if inside else f"{parent!r}"
     return ConfigError(
