@@ -113,11 +113,11 @@ def test_ranks_that_map_one_bucket_wait_before_and_after_one_of_them_keeps_what_
         for bucket in state.buckets:
             bucket.params[0].fill_(3.0)
     state.free()
-    assert comm.fences == ["fence written parameters"] * 2
+    assert comm.fences == ["fence written or detached parameters"] * 2
     assert (state.trainable[0].shard == 3.0).any()
     for bucket in state.buckets:
         bucket.ready()
     state.free()
     carry_out(state, Op.GATHER)  # and never used
     state.free()
-    assert comm.fences == ["fence written parameters"] * 2
+    assert comm.fences == ["fence written or detached parameters"] * 2

@@ -61,11 +61,11 @@ class UnitState:
         written = [bucket for bucket in self.buckets if bucket.is_written()]
         fences = [bucket.mesh.shard for bucket in written if bucket.allocation.shared][:1]
         for comm in fences:
-            comm.fence(Label("fence", "written parameters"))
+            comm.fence(Label("fence", "written or detached parameters"))
         for bucket in written:
             bucket.keep_written()
         for comm in fences:
-            comm.fence(Label("fence", "written parameters"))
+            comm.fence(Label("fence", "written or detached parameters"))
 
     def free(self, still_read: bool = False) -> None:
         """Point the parameters at shards; ``still_read``: their memory stays."""
