@@ -338,10 +338,11 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 def _update_of(optimizer: Optimizer) -> str:
     """The class and learning rates of a step, which are to be alike on all ranks."""
     # Of one schedule, hosts with other mathematical libraries may differ in the last digits.
-    rates = (group.get("lr") for group in optimizer.param_groups)
-    here = (r for r in rates if isinstance(r, int | float | Tensor) and getattr(r, "is_cpu", True))
-    known = dict.fromkeys(f"{float(rate):.6g}" for rate in here)
-    return f"{type(optimizer).__name__}.step() with lr {', '.join(known)}"
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    known = [rate for rate in rates if isinstance(rate, int | float | Tensor)]
+    on_host = [rate for rate in known if not isinstance(rate, Tensor) or rate.is_cpu]
+    texts = dict.fromkeys(f"{float(rate):.6g}" for rate in on_host)
+    return f"{type(optimizer).__name__}.step() with lr {', '.join(texts)}"
 
 
 def _has_no_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> bool:
