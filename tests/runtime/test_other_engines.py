@@ -43,6 +43,20 @@ def fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=CPU)
 
 
+class AbstractGradSampleModule(nn.Module):
+    """As opacus's wrapper is."""
+
+    __module__ = "opacus.grad_sample.gsm_base"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+
+class GradSampleModule(AbstractGradSampleModule):
+    """The one that ``PrivacyEngine.make_private`` makes."""
+
+
 AROUND: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "DDP": (
         DistributedDataParallel,
@@ -54,6 +68,7 @@ AROUND: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     ),
     "FSDP1": (fsdp1, "FullyShardedDataParallel was put around a Decoder that is sharded: it"),
     "FSDP2": (fully_shard, "fully_shard() was called on a module of a sharded model, so shards"),
+    "opacus": (GradSampleModule, "GradSampleModule of opacus keeps the gradient of each sample"),
     "FSDP2 on a block": (
         lambda model: fully_shard(model.get_submodule("blocks.0")),
         "fully_shard() was called on a module of a sharded model, so shards would be sharded again",
@@ -101,6 +116,7 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         on_a_block(fully_shard),
         "module 'blocks.0' is managed by fully_shard() already, so its gradients would be averaged",
     ),
+    "opacus": (GradSampleModule, "GradSampleModule of opacus keeps the gradient of each sample"),
     "FSDP1": (fsdp1, "the model is managed by FullyShardedDataParallel already"),
     "FSDP2": (fully_shard, "the model is managed by fully_shard() already"),
     "DTensor": (

@@ -1,4 +1,4 @@
-"""DDP, FSDP and other data-parallel engines: refused around or inside a sharded model.
+"""DDP, FSDP and other engines of gradients: refused around or inside a sharded model.
 
 DDP's first broadcast would overwrite every rank's shards with rank 0's, and its gradients would
 overwrite ours after backward. FSDP would shard shards. They are detected before they change a
@@ -26,12 +26,14 @@ _AVERAGING = (
 )
 _WRAPPERS = {*_AVERAGING, "torch.nn.parallel.data_parallel.DataParallel"}  # which has one process
 """By name, so that none has to be imported."""
+_PER_SAMPLE = "opacus.grad_sample.gsm_base.AbstractGradSampleModule"
 _COMPOSABLE = ("fully_shard", "replicate")
 
 
 def check_unwrapped(model: nn.Module) -> None:
     """Raises ``ConfigError`` if another engine manages a part of ``model``."""
     for name, module in model.named_modules():
+        _refuse_per_sample(module)
         applied = _wrapper(module) or _applied(module)
         if applied:
             raise ConfigError(
@@ -51,6 +53,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 def refuse_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
     """Raises ``ConfigError`` if ``wrapper`` is another engine's, around a sharded ``module``."""
+    _refuse_per_sample(wrapper)
     if applied := _wrapper(wrapper):
         raise ConfigError(
             f"{applied} was put around a {type(module).__name__} that is sharded: it would "
@@ -58,6 +61,17 @@ def refuse_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
             "Train the model without it. accelerate's prepare() and transformers' Trainer wrap "
             "every model under a launcher: leave shard() out, and import Accelerator or Trainer "
             "from shardwise.integrations.accelerate or shardwise.integrations.transformers."
+        )
+
+
+def _refuse_per_sample(module: nn.Module) -> None:
+    """Raises ``ConfigError`` for opacus's wrapper, whose optimizer makes gradients of its own."""
+    if _PER_SAMPLE in _names(module):
+        raise ConfigError(
+            f"{type(module).__name__} of opacus keeps the gradient of each sample of this rank, "
+            "and its optimizer puts their clipped sum in the place of the mean over the ranks, so "
+            "copies of the model would differ. Train with opacus without shard(), over several "
+            "ranks with its DifferentiallyPrivateDistributedDataParallel."
         )
 
 
@@ -113,8 +127,12 @@ class _Registry(dict[str, Any]):
 
 def _wrapper(module: nn.Module) -> str:
     """The name of the engine whose wrapper this is, or ``""``."""
-    kinds = type(module).__mro__
-    return next((k.__name__ for k in kinds if f"{k.__module__}.{k.__name__}" in _WRAPPERS), "")
+    return next((path.rpartition(".")[2] for path in _names(module) if path in _WRAPPERS), "")
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Its class and those that it inherits from, with their modules."""
+    return [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
 
 
 def _applied(module: nn.Module) -> str:
