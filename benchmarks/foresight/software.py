@@ -88,6 +88,7 @@ SOFTWARE = {  # by the beginning of the framework's name
 AROUND = (
     "transformers|trl|accelerate|hugging ?face|llama-?factory|axolotl|atorch"  # have their models
 )
+EARLY = r"\b(mar|apr|may|june?|july?|aug)\w* 2024"  # torchtune's loss of parts is of 28 August
 PREPARED = r"^(?!llama-?factory).*(transformers|peft|trl)"
 """Where peft's ``prepare_model_for_kbit_training`` makes float32 of all that is not in 4 bits."""
 EAGER = AROUND + "|pytorch|deepspeed"  # nothing is compiled unless a row says it
@@ -98,6 +99,7 @@ OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, c
     ("", "compile", "xla", {"attention": "fastest"}),
     ("foundry", "precision", "^bf16$", {"reduce": "bfloat16"}),
     ("^prime-rl", "task", "sft", {"logits": "held"}),  # beside its own for reinforcement
+    ("^torchtune", "source", EARLY, {"logits": "held"}),
     ("trainer", "strategy", "^ddp|single", {"autocast": True}),
     (PREPARED, "precision", "nf4", {"autocast": True, "checkpointing": "full"}),
     # trl leaves it out where what is quantised is sharded

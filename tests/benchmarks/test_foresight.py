@@ -295,6 +295,14 @@ def test_software_of_which_a_row_says_nothing_is_eager_where_it_is_torch_s_own(
     assert case(silent | {"framework": "HF transformers + TRL"}).software.logits == "held"
 
 
+def test_torchtune_before_its_loss_of_parts_holds_all_logits(
+    rows: dict[str, dict[str, str]],
+) -> None:
+    early = rows["217"] | {"framework": "torchtune", "source": "github README.md (May 2024)"}
+    assert case(early).software.logits == "held"
+    assert case(early | {"source": "github README.md"}).software.logits == "tokens"
+
+
 @pytest.mark.parametrize(
     ("told", "stored"),
     [
