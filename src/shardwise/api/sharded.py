@@ -105,8 +105,8 @@ class Sharded:
             self.comm.agree({"mesh": str(shape)})
             if self.options.mesh is None and shape.replicate == 1 < shape.shard:
                 alike = "full_shard" if self.placement.frees else "shard_grad_op"
-                text = f"keeps one copy of the model, as {alike} does"
-                self._say("%d ranks on one host: %s %s", shape.shard, self.placement.name, text)
+                text = "%d ranks on one host: %s keeps one copy of the model, as %s does"
+                self._say(text, shape.shard, self.placement.name, alike)
         return shape
 
     def _say(self, text: str, *values: object) -> None:

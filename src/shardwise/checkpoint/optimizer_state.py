@@ -225,5 +225,5 @@ def check_plain(value: Any, key: str, name: str) -> None:
 def check_key(key: object, name: str) -> None:
     """Raises ``CheckpointError`` if no tensor can be stored under this key."""
     if not isinstance(key, str) or not key or "/" in key:
-        keys = f"the optimizer keeps state under the key {key!r} for {name!r}"
-        raise CheckpointError(f"{keys}; only strings without '/' can be stored.")
+        fact = f"the optimizer keeps state under the key {key!r} for {name!r}"
+        raise CheckpointError(f"{fact}; only strings without '/' can be stored.")

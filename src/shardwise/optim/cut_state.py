@@ -39,7 +39,7 @@ def cut_state(optimizer: Optimizer, param: nn.Parameter, is_known: bool) -> str:
     state and parameter side by side, so their formats must be one.
 
     Returns:
-        Which tensor does not have the shard's shape (of others than known ones, nor one element).
+        Which tensor has not the shard's shape; if not ``is_known``, one of several split elements.
     """
     sharding, state = sharding_of(param), optimizer.state.get(param)
     if sharding is None or not state:

@@ -87,8 +87,8 @@ class _Span:
         mapped = Level(grown - blocks.grown, self.mapped_peak - (self.alive - self.blocks))
         largest = max(self.freed, default=0)
         freed = largest * self.freed[largest]
-        levels = grown, self.peak - self.alive, in_host, blocks, mapped
-        return Span(self.unit, *levels, freed, following.holes - self.holes)
+        peak, holes = self.peak - self.alive, following.holes - self.holes
+        return Span(self.unit, grown, peak, in_host, blocks, mapped, freed, holes)
 
     def note(self, alive: int, blocks: int) -> None:
         """So many bytes are alive."""
@@ -195,9 +195,9 @@ class Recording(TorchDispatchMode):
         return self._backward[-1] if self._backward else self._forward[-1]
 
     def _next(self, unit: str | None) -> _Span:
-        alive, blocks = self._alive.total(), self._blocks
-        levels = alive, self._copied.total(), alive, blocks, blocks, alive - blocks
-        return _Span(unit, *levels, sum(self._holes))
+        alive, blocks, in_host = self._alive.total(), self._blocks, self._copied.total()
+        holes = sum(self._holes)
+        return _Span(unit, alive, in_host, alive, blocks, blocks, alive - blocks, holes)
 
     def _note(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
