@@ -145,6 +145,17 @@ def test_what_is_written_for_a_folder_is_a_recipe(
     assert f"with {recipe.sharding.strategy}, {recipe.batch.micro} row" in out
 
 
+def test_parameters_are_counted_alike_however_many_bits_they_have(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one = ("--seq", "32", "--micro-batch", "1", "--strategy", "no_shard")
+    question = (str(tiny("llama", tmp_path)), "--gpus", "2xL4", "--lora", "r=4", *one)
+    for bits in ((), ("--quantize", "nf4"), ("--quantize", "int8")):
+        rules = plan(capsys, *question, *bits)[1].partition("rules of thumb")[2].splitlines()[1:]
+        [rule] = rules  # none of strategies that were not searched
+        assert rule.startswith("  take no_shard: 39,712 parameters are below 1 B ")
+
+
 def test_what_is_written_trains_as_it_was_chosen(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

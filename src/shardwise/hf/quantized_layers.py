@@ -240,6 +240,8 @@ class Linear8bit(bnb.nn.Linear8bitLt):  # type: ignore[misc]
         state = copy.copy(self.state)  # its own, for the backward pass keeps it
         state.CB, state.SCB = self.weight.view(torch.int8), self.scales.view(torch.float32)
         state.is_training = self.training
+        if x.is_meta:
+            state.threshold = 0.0  # which columns are outliers is a matter of values
         bias = None if self.bias is None else self.bias.to(x.dtype)
         output: Tensor = bnb.matmul(x, state.CB, bias=bias, state=state)
         return output

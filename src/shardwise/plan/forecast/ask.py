@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -121,7 +121,7 @@ def ask(
         search.errors,
         others,
         search.rounded_otherwise(planner, best, every),
-        advice=search.advice(),
+        advice=search.advice({each.strategy for each in every}),
         searched=len(every),
         tokens=tokens,
         recipe=planner.recipe(best.candidate),
@@ -257,27 +257,30 @@ class _Search:
                 return more
         return best
 
-    def advice(self) -> list[Advice]:
-        """The rules of thumb for this model on this machine."""
+    def advice(self, strategies: set[str]) -> list[Advice]:
+        """The rules of thumb for this model on this machine, of what was searched."""
         machine, hosts = self.question.machine, self.question.ranks / self.question.machine.per_host
         between = _plain(machine.between) if hosts > 1 else None
         bits = machine.between.bandwidth * 8
-        return list(advise(Situation(self.numel, _inside(machine.inside), between, bits)))
+        rules = advise(Situation(self.numel, _inside(machine.inside), between, bits))
+        return [rule for rule in rules if rule.strategy in {"diloco", *strategies}]
 
 
 def _numel(model: nn.Module) -> int:
-    return sum(map(_elements, model.parameters()))
+    """Elements of all weights; bytes of quantised ones are none, nor are their scales."""
+    plain = sum(param.numel() for param in model.parameters() if param.dtype is not torch.uint8)
+    quantised: list[Any] = [module for module in model.modules() if _is_quantised(module)]
+    return plain + sum(int(module.values) for module in quantised)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return any(param.dtype is torch.uint8 for param in module.parameters(recurse=False))
 
 
 def _is_frozen(model: nn.Module) -> bool:
     """Is most of it?"""
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     return trained < _numel(model) / 2
-
-
-def _elements(param: nn.Parameter) -> int:
-    """Elements of a weight; a byte of codes is two of 4 bits."""
-    return param.numel() * (2 if param.dtype is torch.uint8 else 1)
 
 
 def _strategy(candidate: Candidate) -> str:
