@@ -323,7 +323,7 @@ def test_a_state_that_its_owner_does_not_take_changes_nothing(tmp_path: Path) ->
         text = said(
             sw.CheckpointError, lambda: sharded.load(tmp_path / "step-1", training=training)
         )
-        assert "in 1 points; nothing was changed:" in text
+        assert "in 1 point; nothing was changed:" in text
         assert "scaler: GradScaler does not take its state (RuntimeError: The source state" in text
         assert same(before, model.state_dict())
         report = sharded.load(tmp_path / "step-1", training=training, strict=False)

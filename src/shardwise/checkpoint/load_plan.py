@@ -393,5 +393,5 @@ def _refusal(owner: Stateful, state: Any) -> str:
 def misfit_error(fact: str, problems: Sequence[str], advice: str) -> CheckpointError:
     """One error for all ``problems``, a line each."""
     lines = "".join(f"\n  {line}" for line in problems)
-    points = f"in {len(problems)} points; nothing was changed:"
-    return CheckpointError(f"{fact}, {points}{lines}\n{advice}")
+    points = f"{len(problems)} point{'s' * (len(problems) != 1)}"
+    return CheckpointError(f"{fact}, in {points}; nothing was changed:{lines}\n{advice}")

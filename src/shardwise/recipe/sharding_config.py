@@ -105,7 +105,7 @@ class ShardingConfig(Section):
         False, description="units, by the device's backend or this one"
     )
     buffers: Literal["local", "broadcast", "average"] = Field(
-        "local", description="of ranks: their own, rank 0's, or their mean, before each forward"
+        "local", description="of ranks: their own, rank 0's, or their mean, after each step"
     )
     unsharded: Annotated[
         str | list[str] | Annotated[int, Field(ge=0)] | None, BeforeValidator(_whole_number)
