@@ -59,7 +59,7 @@ def shard(
             ``"no_shard"`` (DDP); ``"hybrid_shard"``, ``"hybrid_shard_zero2"`` and ``"hybrid_full"``
             with copies on other hosts; also torch's ``ShardingStrategy``, its numbers, and a
             ``Placement``.
-        wrap: the wrap policy; ``None`` = repeated blocks, embeddings and head.
+        wrap: the wrap policy; ``None`` = ``sw.wrap.automatic()``.
         comm: the communicator; ``None`` = from the launcher's environment, or of one rank.
         precision, …, mesh: see ``shardwise.config.options.Options``, field by field.
         use_orig_params: FSDP1's; parameters keep their names and objects, and none is flat.

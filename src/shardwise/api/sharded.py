@@ -196,7 +196,7 @@ class Sharded:
             parameters: the parameters whose gradients are clipped; ``None`` = all.
 
         Raises:
-            ConfigError: the norm is invalid, or a parameter is not of this model.
+            ConfigError: ``norm_type`` is no p, or a parameter is not of this model.
 
         Returns:
             The norm before clipping: 0-dim, fp32, the same on every rank.

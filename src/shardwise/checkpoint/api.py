@@ -59,7 +59,7 @@ def save(
         kind, …, when_busy: see ``shardwise.checkpoint.SaveOptions``, field by field.
 
     Raises:
-        CheckpointError: on every rank alike; what was under ``path`` before still is.
+        ConfigError, CheckpointError: on every rank alike; what was under ``path`` before still is.
     """
     asked = _save_request(self, "save()", locals())
     self._background.wait_pending()
@@ -201,7 +201,7 @@ def state_dict(
 
 
 def load_state_dict(self: ShardedModel, states: Mapping[str, Tensor]) -> None:
-    """Give the model rank 0's whole tensors; what others pass is ignored. A collective.
+    """Give the model rank 0's whole tensors, or all ranks' ``"sharded"`` ones. A collective.
 
     ``model.load_state_dict(states)`` does the same where every rank has them.
 
