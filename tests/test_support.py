@@ -17,7 +17,6 @@ from functools import cache, partial
 from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests import nets
+from tests.hf.quantising import updating_alone
 from tests.parity.plain import Gradients, Recipe, large_batch
 from tests.parity.sharded import off
 from tests.ranks import run_threads
@@ -36,7 +36,6 @@ from tests.ranks import run_threads
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BEGIN, END = "<!-- from tests/test_support.py -->\n", "<!-- to here -->\n"
 STEPS = 2
-ONE_AT_A_TIME = Lock()
 MakeOptimizer = Callable[[sw.Sharded], torch.optim.Optimizer]
 
 
@@ -73,15 +72,7 @@ def of_handle(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Mak
 
 def eight_bits(sharded: sw.Sharded) -> torch.optim.Optimizer:
     optimizer: Any = import_module("bitsandbytes.optim").AdamW8bit
-    made = optimizer(sharded.model.parameters(), min_8bit_size=256, **ADAMW)
-    update = made.update_step
-
-    def update_alone(*args: Any) -> None:  # see ``tests/optim/test_blockwise.py``
-        with ONE_AT_A_TIME:
-            update(*args)
-
-    made.update_step = update_alone
-    return made  # type: ignore[no-any-return]
+    return updating_alone(optimizer(sharded.model.parameters(), min_8bit_size=256, **ADAMW))  # type: ignore[no-any-return]
 
 
 def in_precision(**dtypes: Any) -> dict[str, Any]:

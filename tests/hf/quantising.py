@@ -1,4 +1,7 @@
-"""Ranks that are threads quantise one after the other: bitsandbytes' CPU kernel is not for two."""
+"""Ranks that are threads call bitsandbytes' CPU kernels one after the other.
+
+They sometimes compute something else where two threads call them at once, also for plain models.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,18 @@ from typing import Any
 import pytest
 
 ONE_AT_A_TIME = Lock()
+
+
+def updating_alone(optimizer: Any) -> Any:
+    """Let no two ranks update a parameter at once; what else a step does, they may do together."""
+    update = optimizer.update_step
+
+    def locked(*args: Any) -> None:
+        with ONE_AT_A_TIME:
+            update(*args)
+
+    optimizer.update_step = locked
+    return optimizer
 
 
 @pytest.fixture(name="one_at_a_time")

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -22,14 +21,12 @@ from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
 from tests import nets
 from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.hf.quantising import updating_alone
 from tests.steps import STRATEGIES, averaged, train
 
 optim = pytest.importorskip("bitsandbytes").optim
 
 KINDS = ("AdamW8bit", "PagedAdamW8bit")
-#: bitsandbytes' CPU kernels sometimes compute something else where two threads call them at once,
-#: also for plain models.
-ONE_AT_A_TIME = Lock()
 LEAST = 1000  # elements of a parameter that is quantised
 State = dict[str, dict[str, Any]]
 
@@ -48,13 +45,12 @@ def made(model: nn.Module, kind: str = "AdamW8bit", lr: float = 0.01) -> torch.o
     optimizer: torch.optim.Optimizer = getattr(optim, kind)(
         model.parameters(), lr=lr, eps=1e-4, min_8bit_size=LEAST
     )
-    return optimizer
+    return updating_alone(optimizer)  # type: ignore[no-any-return]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: nets.Batch) -> None:
     train(model, data)
-    with ONE_AT_A_TIME:
-        optimizer.step()
+    optimizer.step()
     optimizer.zero_grad()
 
 

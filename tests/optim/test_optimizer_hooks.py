@@ -645,6 +645,42 @@ def test_state_that_fits_on_one_rank_alone_is_refused_on_every_rank() -> None:
         assert "state 'exp_avg' of parameter 'weight' has shape (3, 2); the shard here is" in text
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
+def test_groups_that_differ_by_rank_are_refused(strategy: str) -> None:
+    """``p.shape`` is this rank's, so a group that is chosen by it is this rank's, too."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, strategy, comm=comm)
+        held = [param for param in model.parameters() if param.shape.numel()]
+        rest = [param for param in model.parameters() if not param.shape.numel()]
+        groups: list[dict[str, Any]] = [{"params": held}, {"params": rest, "lr": 0.01}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        train(model, ODD.batch(0, 2))
+        return said(sw.RanksDisagree, optimizer.step)
+
+    for text in on_ranks(2, ODD.build, rank):
+        assert "SGD group of blocks.0.back.bias: rank 0: 1; rank 1: 0" in text
+
+
+def test_so_is_a_group_that_one_rank_adds_later() -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, comm=comm)
+        first, *rest = model.parameters()
+        optimizer = torch.optim.SGD(rest, lr=0.1)
+        train(model, ODD.batch(0, 2))
+        optimizer.step()
+        optimizer.zero_grad()
+        if comm.rank == 0:
+            optimizer.add_param_group({"params": [first]})
+        else:
+            optimizer.param_groups[0]["params"].append(first)
+        train(model, ODD.batch(1, 2))
+        return said(sw.RanksDisagree, optimizer.step)
+
+    for text in on_ranks(2, ODD.build, rank):
+        assert "SGD group of temperature: rank 0: 1; rank 1: 0" in text
+
+
 class TwoMomentums(Signed):
     """State of an elementwise optimizer that is one tensor for both, as AdEMAMix's may be."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ from shardwise.errors import ConfigError
 from shardwise.optim.average import EMA
 from shardwise.train.job import Job, build
 from shardwise.train.optimizer import optimizer_of, parameter_groups
+from tests.hf.quantising import updating_alone
 from tests.train.test_job import VOCABULARY, rows
 from tests.train.tiny import tiny_recipe
-
-#: bitsandbytes' CPU kernels sometimes err where two threads call them at once.
-ONE_AT_A_TIME = Lock()
 
 
 def test_only_matrices_decay() -> None:
@@ -43,8 +40,7 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
 def step(job: Job, number: int) -> float:
     rank_loss = float(job.forward_backward(number))
     job.clip_and_set_lr(number)
-    with ONE_AT_A_TIME:
-        job.update()
+    job.update()
     job.optimizer.zero_grad()
     return rank_loss
 
@@ -82,6 +78,7 @@ def test_moments_of_8_bits_are_kept_saved_and_resumed_bit_for_bit(
 
     def rank(comm: Comm, first: int) -> tuple[list[float], set[torch.dtype]]:
         job = build(recipe, comm, rows(), VOCABULARY)
+        updating_alone(job.optimizer)
         if first:
             job.sharded.load(tmp_path / "half", job.optimizer)
         losses = []

@@ -140,7 +140,7 @@ class _Params:
     """The parameters of one model in an optimizer."""
 
     facts: list[tuple[int, int]]  # id and length of each group's list
-    own: list[nn.Parameter]
+    own: dict[Any, int]  # parameter → number of its group
     #: In no sharded model, with their names or shapes; ``None``: not looked up.
     plain: list[tuple[str, nn.Parameter]] | None = None
 
@@ -243,13 +243,14 @@ class OptimizerHooks:
         _hook_around(optimizer)
         return args, shown
 
-    def _params_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The model's parameters in an optimizer, cached while its lists are the same."""
+    def _params_of(self, optimizer: Optimizer) -> dict[Any, int]:
+        """The model's parameters in an optimizer's groups, cached while its lists are the same."""
         lists = [group["params"] for group in optimizer.param_groups]
         facts = [(id(params), len(params)) for params in lists]
         known = self._params.get(optimizer)
         if known is None or known.facts != facts:
-            own = [param for params in lists for param in params if id(param) in self._own_ids]
+            self._admitted.discard(optimizer)
+            own = {p: n for n, params in enumerate(lists) for p in params if id(p) in self._own_ids}
             known = self._params[optimizer] = _Params(facts, own)
         return known.own
 
@@ -279,15 +280,17 @@ class OptimizerHooks:
         )
 
     def admit(self, optimizer: Optimizer) -> None:
-        """Check that it may step on shards, and cut whole state: once, and after each load."""
+        """Check that it may step on shards, and cut whole state: once, and after each change."""
         params = self._params_of(optimizer)
         if not params or optimizer in self._admitted:
             return
-        _check_elementwise(optimizer, params)
+        _check_elementwise(optimizer, [*params])
         is_known = isinstance(optimizer, _ELEMENTWISE)
         misfits = [text for p in params if (text := cut_state(optimizer, p, is_known))]
-        if is_known and any(map(optimizer.state.get, params)):  # it may fit on some ranks only
-            self._comm.agree({f"state of {type(optimizer).__name__}": "".join(misfits[:1])})
+        # Groups may be chosen by the shapes of one rank's shards, and state may fit on some only.
+        name = type(optimizer).__name__
+        facts = {f"{name} group of {p.sharding.name}": str(n) for p, n in params.items()}
+        self._comm.agree(facts | {f"state of {name}": "".join(misfits[:1]) if is_known else ""})
         if misfits:
             raise OptimizerError(misfits[0])
         self._admitted.add(optimizer)

@@ -170,7 +170,9 @@ def test_metadata_is_that_of_the_shard() -> None:
             assert param.dtype is torch.float32
             assert param.device == comm.device
             assert param.shape == param.size() == param.detach().shape
-            assert param.ndim == param.dim()
+            sharding = sharding_of(param)
+            assert sharding is not None
+            assert param.ndim == param.dim() == len(sharding.shape)  # none of a scalar
             assert param.nbytes == param.shape.numel() * param.element_size()
             assert torch.zeros_like(param).shape == torch.empty_like(param).shape == param.shape
             assert {param: 1}[param] == 1

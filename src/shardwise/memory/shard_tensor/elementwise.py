@@ -28,8 +28,8 @@ def writes(name: str) -> bool:
 
 
 _METADATA = """
-    detach zeros_like ones_like empty_like full_like rand_like randn_like requires_grad dim
-    ndimension stride storage_offset element_size is_floating_point is_complex is_contiguous
+    detach zeros_like ones_like empty_like full_like rand_like randn_like requires_grad stride
+    storage_offset element_size is_floating_point is_complex is_contiguous
     is_signed is_sparse is_cuda is_meta is_inference get_device has_names is_shared is_pinned
     is_same_size type register_hook register_post_accumulate_grad_hook retain_grad repr format hash
     delattr setattr _is_view result_type can_cast is_tensor is_storage dlpack_device
@@ -48,7 +48,9 @@ _ELEMENTWISE = """
     invert relu sgd adam adamw adagrad
 """
 METADATA = frozenset(_METADATA.split())
-COUNTS = frozenset({"numel", "nelement"})  # of the whole's elements
+# Of the whole: a sum over a count is a mean, and a shard of none of a scalar's elements has one
+# dimension more.
+COUNTS = frozenset({"numel", "nelement", "dim", "ndimension", "ndim"})
 SHAPES = frozenset({"size", "len"})
 # They take a dtype and a device from the shard, and a shape from whoever calls.
 NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})

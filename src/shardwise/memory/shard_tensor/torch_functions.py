@@ -45,10 +45,8 @@ def dispatch(call: Call) -> Any:
     bare = bare_name(call.name)
     if call.name in _SPECIAL:
         return _SPECIAL[call.name](call)
-    if bare in COUNTS:  # as sums and norms are: a mean is their quotient
-        return call.first.sharding.shape.numel()
-    if bare in SHAPES:
-        return _shape(call)
+    if bare in COUNTS or bare in SHAPES:
+        return _shape(call, bare)
     if bare in METADATA:
         return call.mark(call.run(), call.first.sharding)
     if bare in NEW:
@@ -210,8 +208,8 @@ def _get(call: Call) -> Any:
     attribute = call.attribute
     if attribute in ("T", "mT", "H", "mH", "__cuda_array_interface__"):
         return call.unsupported()
-    if attribute == "shape":
-        return _shape(call)
+    if attribute in ("shape", "ndim"):
+        return _shape(call, attribute)
     if attribute == "data":
         return _alias(call)
     return call.mark(call.run(), call.first.sharding)
@@ -225,10 +223,10 @@ def _alias(call: Call) -> Any:
     return value
 
 
-def _shape(call: Call) -> Any:
-    """The shape of the shard; in a pass of the model that of the full tensor."""
+def _shape(call: Call, name: str) -> Any:
+    """The shape of the shard; in a pass of the model, and where it counts, of the full tensor."""
     sharding: Sharding = call.first.sharding
-    if sharding.serving is None:
+    if name not in COUNTS and sharding.serving is None:
         return call.run()
     return call.run({id(call.first): torch.empty(sharding.shape, device="meta")})
 
