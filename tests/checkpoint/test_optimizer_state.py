@@ -108,3 +108,23 @@ def test_state_of_no_parameter_is_refused(world: int, tmp_path: Path) -> None:
 
     for text in refused(world, counting, tmp_path):
         assert "SGD keeps state of no parameter, under ['k'], which a checkpoint has no " in text
+
+
+class Averaging(torch.optim.Optimizer):
+    """Like Lookahead: it has state of its own beside that of the optimizer that it wraps."""
+
+    elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_of_a_wrapped_optimizer_is_refused(world: int, tmp_path: Path) -> None:
+    """Its moments were left out, and a resumed run began without them."""
+    for text in refused(world, lambda params, _: Averaging(params), tmp_path):
+        assert "Averaging keeps state of no parameter, under ['inner'], which a " in text

@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
+from shardwise.torch_internals import disable_torch_function
 from tests.copies import assert_near
 
 X = torch.linspace(-1, 1, 20).reshape(4, 5)
@@ -107,6 +108,42 @@ def test_an_average_of_bfloat16_is_as_exact_as_one_of_float32() -> None:
         with ema.applied(), sharded.full_params():
             assert abs(float(net.weight.detach().mean()) - float(expected)) < 4e-3
         assert bool((sharded.local_state_dict()["weight"] == 2.0).all())
+
+    threads.run(2, run)
+
+
+@pytest.mark.parametrize("by_state_dict", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_average_of_bfloat16_goes_on(tmp_path: Path, flat: bool, by_state_dict: bool) -> None:
+    """Loaded, it was bfloat16: what a step added was rounded away, or the step failed."""
+
+    def run(comm: Comm) -> None:
+        net = model().bfloat16()
+        sharded = sw.shard(net, comm=comm)
+
+        def made() -> torch.optim.Optimizer:
+            return sw.optim.AdamW(sharded) if flat else torch.optim.AdamW(net.parameters())
+
+        def step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+            net(X.bfloat16()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sw.optim.EMA(optimizer, 0.999).update()
+            return [optimizer.state[param]["ema"] for param in net.parameters()]
+
+        first, second = made(), made()
+        step(first)
+        sharded.save(tmp_path / "step-1", first)
+        expected = step(first)
+        if by_state_dict:
+            second.load_state_dict(first.state_dict())
+            assert all(average.dtype is torch.float32 for average in step(second))
+            return
+        sharded.load(tmp_path / "step-1", second)
+        for average, wanted in zip(step(second), expected, strict=True):
+            assert average.dtype is torch.float32
+            with disable_torch_function():
+                assert torch.equal(average, wanted)
 
     threads.run(2, run)
 

@@ -297,7 +297,7 @@ def test_an_unknown_optimizer_is_refused_until_it_says_that_it_is_elementwise(wo
         names = ("Signed", "SignedByNorm", "ClippedAdamW", "NormalisedAdamW")
         for text, name in zip(texts, names, strict=True):
             assert "it is not known to update each element by itself" in text
-            assert f"takes no norm or other sum over a parameter, say so: `{name}.elem" in text
+            assert f"takes no norm or sum of a parameter: `{name}.elem" in text
         assert "since it has a step() of its own and not that of AdamW" in texts[2]
         assert "since it has a _init_group() of its own and not that of AdamW" in texts[3]
 
@@ -623,10 +623,10 @@ def test_state_of_another_number_of_ranks_is_refused() -> None:
         }
     )
     assert said(sw.ShardwiseError, optimizer.step) == (
-        "state 'exp_avg' of parameter 'weight' has shape (4, 6); the shard here is (32, 1) of "
-        "(6, 6). It is another rank's, or of other ranks, or has not one value for each element "
-        "and cannot be cut. Load full state, as optimizer.state_dict() gives it, or use "
-        "sharded.load_optimizer_state_dict() or load()."
+        "state 'exp_avg' of parameter 'weight' is of other ranks, or has no value for each "
+        "element and cannot be cut. Load full state, as optimizer.state_dict() gives it, or use "
+        "sharded.load_optimizer_state_dict() or load(). Its shape is (4, 6); the shard here is "
+        "(32, 1) of (6, 6)."
     )
 
 
@@ -636,13 +636,13 @@ def test_state_that_fits_on_one_rank_alone_is_refused_on_every_rank() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sw.shard(model, comm=comm)
         optimizer = torch.optim.Adam(model.parameters())
-        first = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3, 2)}
+        first = {"step": torch.tensor(1.0), "exp_avg": torch.ones(8, 4)}
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": {0: first}, "param_groups": groups})
         return said(sw.RanksDisagree, optimizer.step)
 
-    for text in on_ranks(2, lambda: nn.Linear(2, 5), rank):
-        assert "state 'exp_avg' of parameter 'weight' has shape (3, 2); the shard here is" in text
+    for text in on_ranks(2, lambda: nn.Linear(4, 12, bias=False), rank):
+        assert "state 'exp_avg' of parameter 'weight' is of other ranks, or has" in text
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
@@ -706,7 +706,32 @@ def test_state_that_cannot_be_cut_is_neither_given_out_nor_taken(strategy: str) 
         return [said(sw.OptimizerError, do) for do in (before.step, after.state_dict)]
 
     for text in [text for texts in on_ranks(2, ODD.build, rank) for text in texts]:
-        assert "has not one value for each element and cannot be cut" in text
+        assert "has no value for each element and cannot be cut" in text
+
+
+class Rows(Signed):
+    """One value for each row: of a shard of one row it could be one number for a parameter."""
+
+    elementwise = True
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["row"] = torch.zeros(len(param))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
+def test_state_that_cannot_be_cut_on_one_rank_is_refused_on_every_rank(strategy: str) -> None:
+    """The other rank waited for it."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, strategy, comm=comm)
+        optimizer = Rows(model.parameters())
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        return said(sw.RanksDisagree, optimizer.state_dict)
+
+    for text in on_ranks(2, lambda: nn.Linear(16, 3, bias=False), rank):
+        assert "state 'row' of parameter 'weight'" in text
 
 
 class Wrapper(Optimizer):
@@ -734,6 +759,29 @@ def test_a_wrapper_without_torchs_hooks_steps_where_every_rank_has_all() -> None
     train(plain, nets.decoder_batch(0, 2))
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert all(equal(state, plain.state_dict()) for state in on_ranks(2, nets.decoder, rank))
+
+
+class Lookahead(Wrapper):
+    """With slow weights, which it stores by itself."""
+
+    elementwise = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": dict(self.state), "base": self.inner.state_dict()}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
+def test_a_wrapper_that_stores_its_own_state_is_refused_on_shards(strategy: str) -> None:
+    """It stored one rank's part as the whole."""
+
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, strategy, comm=comm)
+        train(model, nets.decoder_batch(0, 2))
+        return said(sw.OptimizerError, Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)).step)
+
+    for text in on_ranks(2, nets.decoder, rank):
+        assert "Lookahead cannot step on shards" in text
+        assert "its state_dict() calls no torch's, and would give one rank's part" in text
 
 
 # --- parameters beside those of the model -----------------------------------------------------

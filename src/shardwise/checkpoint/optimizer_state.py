@@ -78,8 +78,9 @@ class LocalState(NamedTuple):
 def local_state(optimizer: Optimizer, named: Named) -> LocalState:
     """All that the optimizer keeps, by parameter name."""
     state = LocalState({}, {}, {})
-    keys: Iterable[object] = optimizer.state
-    if beside := [key for key in keys if not isinstance(key, Tensor)]:
+    wrapped = {name: x.state for name, x in vars(optimizer).items() if isinstance(x, Optimizer)}
+    keys: list[object] = [name for name in wrapped if wrapped[name] is not optimizer.state]
+    if beside := [key for key in [*optimizer.state, *keys] if not isinstance(key, Tensor)]:
         raise CheckpointError(
             f"{type(optimizer).__qualname__} keeps state of no parameter, under {beside}, which a "
             "checkpoint has no place for. Keep it in the optimizer's param_groups, or store "
@@ -182,8 +183,7 @@ def part_of(key: str, value: Tensor, shard: ParamShard) -> Tensor:
     raise CheckpointError(
         f"optimizer state {key!r} of {shard.member.name!r} has shape {tuple(value.shape)}; the "
         f"parameter's shard has {tuple(shard.value.shape)} (of {tuple(shard.member.shape)}). Only "
-        "state with one value for each element, or one for the parameter, can be resharded for "
-        "another number of ranks. Use an elementwise optimizer, or leave the optimizer out."
+        "one value for each element, or one in all, can be resharded. Leave the optimizer out."
     )
 
 

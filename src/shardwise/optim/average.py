@@ -49,7 +49,8 @@ class EMA:
         for param in self._trained():
             state = self.optimizer.state[param]
             own = _local_copy(param, torch.promote_types(param.dtype, torch.float32))
-            state[KEY] = state[KEY].lerp_(own, 1 - self.decay) if KEY in state else own
+            old = state.get(KEY, own).to(own.dtype)  # torch loads all state in a parameter's dtype
+            state[KEY] = old.lerp_(own, 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from shardwise.config.options import blocks
-from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.sharding import Sharding, sharding_of
@@ -25,6 +24,7 @@ from shardwise.torch_internals import tree_leaves, tree_map, tree_map_only
 
 # 0-dim state that counts or schedules steps, and is no element's value.
 BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
+OF_THIS_RANK = " Its shape is "  # what follows in a message differs by rank
 
 
 def is_scalar(name: str, value: Tensor, shape: torch.Size) -> bool:
@@ -69,10 +69,10 @@ def _cut(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> T
 
 def _misfit(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -> str:
     return (
-        f"state {name!r} of parameter {sharding.name!r} has shape {tuple(value.shape)}; the shard "
-        f"here is {tuple(param.shape)} of {tuple(sharding.shape)}. It is another rank's, or of "
-        "other ranks, or has not one value for each element and cannot be cut. Load full state, as "
-        "optimizer.state_dict() gives it, or use sharded.load_optimizer_state_dict() or load()."
+        f"state {name!r} of parameter {sharding.name!r} is of other ranks, or has no value for "
+        "each element and cannot be cut. Load full state, as optimizer.state_dict() gives it, or "
+        f"use sharded.load_optimizer_state_dict() or load().{OF_THIS_RANK}{tuple(value.shape)}; "
+        f"the shard here is {tuple(param.shape)} of {tuple(sharding.shape)}."
     )
 
 
@@ -84,8 +84,6 @@ def whole_state(
     Args:
         copy: called with each whole tensor, which is a view of a larger one.
     """
-    if misfits := [*filter(None, (cut_state(optimizer, p, False) for p in bucket.params))]:
-        raise OptimizerError(misfits[0])
     states = [optimizer.state.get(param, {}) for param in bucket.params]
     cut = [_elements(*pair) for pair in zip(states, bucket.params, strict=True)]
     wholes: list[dict[_Key, Tensor]] = [{} for _ in cut]

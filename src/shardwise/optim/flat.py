@@ -114,8 +114,8 @@ class FlatOptimizer(Optimizer, ABC):
         for group in state_dict["param_groups"]:
             check_loaded(group, self._policy)
         super().load_state_dict(state_dict)
-        self._hold()
         self._sharded.admitted(f"{type(self).__name__}.load_state_dict() was called", self)
+        self._hold()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; clip before, if there is a ``max_norm``.

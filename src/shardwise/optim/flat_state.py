@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.malloc import in_huge_pages
-from shardwise.errors import ConfigError
+from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import sharding_of
+from shardwise.optim.average import KEY
 from shardwise.torch_internals import disable_torch_function, get_version
 
 State = MutableMapping[Any, dict[str, Any]]  # ``optimizer.state``: by parameter, by name
@@ -87,23 +87,15 @@ class FlatState:
             for name, value in of_param.items():
                 if name == STEP:
                     of_param[name] = self.state(name, at).fill_(float(value))
-                elif isinstance(value, Tensor):
-                    of_param[name] = self.state(name, at).copy_(self._own_part(at, name, value))
+                elif isinstance(value, Tensor) and name != KEY:  # it has a dtype of its own
+                    if value.shape != (shape := self.values[at].shape):
+                        text = f"state {name!r} has shape {tuple(value.shape)}; the shard here is"
+                        raise OptimizerError(
+                            f"{text} {tuple(shape)}. Load it by load_state_dict()."
+                        )
+                    of_param[name] = self.state(name, at).copy_(value)
             self._show(param, of_param)
         self._version = get_version(self.steps)
-
-    def _own_part(self, at: int, name: str, value: Tensor) -> Tensor:
-        """State in the shape of a shard: as it is, or cut from the whole parameter's."""
-        sharding, shape = sharding_of(self.params[at]), self.values[at].shape
-        if value.shape == shape:
-            return value
-        if sharding is not None and value.shape == sharding.shape:
-            return sharding.cut(value, shape)
-        raise ConfigError(
-            f"state {name!r} of parameter {'' if sharding is None else sharding.name!r} has shape "
-            f"{tuple(value.shape)}; the shard here is {tuple(shape)}, so it is another rank's, or "
-            "of another world size. Load this rank's own state, or full state."
-        )
 
     def add_missing(self, state: State, at: int, names: Iterable[str]) -> bool:
         """Give a slot zeros for each of these names that it lacks; did it lack any?"""

@@ -30,7 +30,7 @@ from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.blockwise import check_blocks, is_blockwise, make_state
-from shardwise.optim.cut_state import cut_state, whole_state
+from shardwise.optim.cut_state import OF_THIS_RANK, cut_state, whole_state
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
 log = logging.getLogger("shardwise")
@@ -53,6 +53,7 @@ _REASONS = {
     "Adafactor": "its factored second moment averages over whole rows and columns",
     "Muon": "it orthogonalises whole matrices",
 }
+_OF_SHARDS: dict[type[Tensor], type[Tensor]] = {nn.Parameter: ShardedParameter, Tensor: ShardTensor}
 _INSTEAD = {"Muon": "sw.optim.Muon(sharded), which is exact on shards"}
 # Optimizers for which the warning about parameters in no sharded model was given.
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -81,11 +82,8 @@ class PlainClassDuringStep(dict[str, Any]):
 
     def hide(self) -> None:
         """Give them back the class of shards."""
-        for tensor in self.tensors:
-            if type(tensor) is nn.Parameter:  # and not gathered by now
-                tensor.__class__ = ShardedParameter
-            elif type(tensor) is Tensor:
-                tensor.__class__ = ShardTensor
+        for tensor in self.tensors:  # which may be gathered by now
+            tensor.__class__ = _OF_SHARDS.get(type(tensor), type(tensor))
         self.tensors = ()
 
     __del__ = hide
@@ -199,6 +197,8 @@ class OptimizerHooks:
     def uncut(self, buckets: Iterable[Bucket]) -> None:
         """Make the state of the optimizers that stepped here whole. A collective."""
         admitted = [optimizer for optimizer in self._known if optimizer in self._admitted]
+        for optimizer in admitted:
+            self._cut(optimizer, is_known=False)
         for optimizer, bucket in product(admitted, buckets):
             wholes = whole_state(optimizer, bucket, Tensor.clone)
             for param, whole in zip(bucket.params, wholes, strict=True):
@@ -219,6 +219,7 @@ class OptimizerHooks:
             for param, number in zip(group["params"], packed["params"], strict=True)
         }
         state = dict(given["state"])
+        self._cut(optimizer, is_known=False)
         for bucket in between_steps(f"{type(optimizer).__name__}.state_dict() was called"):
             if any(id(param) in numbers for param in bucket.params):
                 wholes = whole_state(optimizer, bucket, lambda whole: whole.to("cpu", copy=True))
@@ -285,14 +286,7 @@ class OptimizerHooks:
         if not params or optimizer in self._admitted:
             return
         _check_elementwise(optimizer, [*params])
-        is_known = isinstance(optimizer, _ELEMENTWISE)
-        misfits = [text for p in params if (text := cut_state(optimizer, p, is_known))]
-        # Groups may be chosen by the shapes of one rank's shards, and state may fit on some only.
-        name = type(optimizer).__name__
-        facts = {f"{name} group of {p.sharding.name}": str(n) for p, n in params.items()}
-        self._comm.agree(facts | {f"state of {name}": "".join(misfits[:1]) if is_known else ""})
-        if misfits:
-            raise OptimizerError(misfits[0])
+        self._cut(optimizer, is_known=isinstance(optimizer, _ELEMENTWISE))
         self._admitted.add(optimizer)
         if optimizer not in self._known:
             self._known[optimizer] = True
@@ -303,6 +297,17 @@ class OptimizerHooks:
                 optimizer.register_load_state_dict_post_hook(self._admitted.discard),
                 optimizer.register_state_dict_post_hook(self._make_whole),
             ]
+
+    def _cut(self, optimizer: Optimizer, *, is_known: bool) -> None:
+        """Cut whole state; raise on all ranks where it cannot be cut on one. A collective."""
+        params, name = self._params_of(optimizer), type(optimizer).__name__
+        misfits = [text for p in params if (text := cut_state(optimizer, p, is_known))]
+        # Groups may be chosen by the shapes of one rank's shards, and state may fit on some only.
+        facts = {f"{name} group of {p.sharding.name}": str(n) for p, n in params.items()}
+        fact = "".join(misfits[:1]).partition(OF_THIS_RANK)[0]
+        self._comm.agree(facts | {f"state of {name}": fact})
+        if misfits:
+            raise OptimizerError(misfits[0])
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
@@ -325,7 +330,7 @@ def own_steps(kind: type[Optimizer], base: type[Optimizer]) -> list[str]:
     return [n for n in names if _unwrapped(kind, n) is not _unwrapped(base, n)]
 
 
-def _unwrapped(kind: type[Optimizer], name: str) -> object:
+def _unwrapped(kind: type[Optimizer], name: str) -> Any:
     return inspect.unwrap(getattr(kind, name))
 
 
@@ -341,9 +346,8 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 def _update_of(optimizer: Optimizer) -> str:
     """The class and learning rates of a step, which are to be alike on all ranks."""
     # Of one schedule, hosts with other mathematical libraries may differ in the last digits.
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    known = [rate for rate in rates if isinstance(rate, int | float | Tensor)]
-    on_host = [rate for rate in known if not isinstance(rate, Tensor) or rate.is_cpu]
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    on_host = [r for r in rates if isinstance(r, int | float) or getattr(r, "is_cpu", False)]
     texts = dict.fromkeys(f"{float(rate):.6g}" for rate in on_host)
     return f"{type(optimizer).__name__}.step() with lr {', '.join(texts)}"
 
@@ -363,7 +367,9 @@ def _check_elementwise(optimizer: Optimizer, params: list[nn.Parameter]) -> None
         check_blocks(optimizer, params)
         return
     split = [s for p in params if (s := sharding_of(p)) and s.placement == "fully_sharded"]
-    if split and not is_elementwise(type(optimizer)):
+    own, torchs = (_unwrapped(kind, "state_dict") for kind in (type(optimizer), Optimizer))
+    stores_all = own is torchs or "super" in own.__code__.co_names  # by ``_make_whole``
+    if split and not (stores_all and is_elementwise(type(optimizer))):
         raise OptimizerError(_not_elementwise(type(optimizer), split, len(params)))
 
 
@@ -372,14 +378,15 @@ def _not_elementwise(kind: type[Optimizer], split: Sequence[Sharding], held: int
     example, name = split[0], kind.__name__
     if name in _REASONS:
         advice = f"{_REASONS[name]}, so on shards it would be silently wrong"
+    elif is_elementwise(kind):
+        advice = "its state_dict() calls no torch's, and would give one rank's part as the whole"
     else:
         advice = "it is not known to update each element by itself"
         base = next((base for base in kind.__mro__ if base in _ELEMENTWISE), kind)
         for own in own_steps(kind, base)[:1]:
             advice += f", since it has a {own}() of its own and not that of {base.__name__}"
         advice += (
-            ". If it does, and takes no norm or other sum over a parameter, say so: "
-            f"`{name}.elementwise = True`"
+            f". If it does, and takes no norm or sum of a parameter: `{name}.elementwise = True`"
         )
     instead = _INSTEAD.get(name, "an elementwise optimizer such as torch.optim.AdamW")
     return (
