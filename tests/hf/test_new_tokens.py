@@ -66,6 +66,28 @@ def test_they_are_trained_and_their_adapter_is_pefts(
     torch.testing.assert_close(logits(loaded, batch), told)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_they_are_trained_in_the_dtype_of_the_model(
+    strategy: str, tied: bool, tmp_path: Path
+) -> None:
+    """peft reads the table beside its unit: there it was float32, or its new rows were."""
+    folder = tiny("llama", tmp_path / "base", tie_word_embeddings=tied)
+    half = sw.Precision(param_dtype=torch.bfloat16)
+
+    def rank(comm: Comm) -> None:
+        options: Any = {"strategy": strategy, "precision": half, "activation_checkpointing": True}
+        loaded = sw.hf.load(folder, lora=lora(), new_tokens=NEW[:2], comm=comm, **options)
+        embedded: list[torch.dtype] = []
+        table = loaded.model.get_input_embeddings()
+        table.register_forward_hook(lambda _module, _args, out: embedded.append(out.dtype))
+        batch = torch.tensor([[300, 301, 5, 300]])
+        loaded.model(input_ids=batch, labels=batch).loss.backward()
+        assert embedded == [torch.bfloat16]
+
+    run_threads(2, rank)
+
+
 def test_what_is_no_new_token_is_refused(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path)
     load = partial(sw.hf.load, folder, lora=lora(), new_tokens=[END])

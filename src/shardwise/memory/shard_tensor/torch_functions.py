@@ -79,10 +79,10 @@ def gather_arguments(call: Call, refusal: ShardUseError) -> tuple[tuple[Any, ...
 
 
 def _copy(call: Call) -> Any:
-    """Copy of the first operand; a second one gives only dtype and device."""
+    """Copy of the first operand; of a second one dtype and device: in a pass, when it is whole."""
     source = call.args[0] if call.args else None
     if not call.is_shard(source):
-        return call.run()
+        return call.run() if call.first.sharding.serving is None else call.unsupported()
     return call.recording_error() if call.records() else call.mark(call.run(), call.first.sharding)
 
 

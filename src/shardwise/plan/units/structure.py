@@ -123,7 +123,10 @@ def _embeddings_and_head(model: nn.Module, blocks: Iterable[Group]) -> list[Grou
     if not inside:
         return []
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    embeddings = [table for table in tables if table not in inside]
+    # peft's layer for new tokens reads the weight of the table, and does not call that.
+    children = ((m, *pair) for m in model.modules() for pair in m.named_children())
+    outer = {child: m for m, name, child in children if name == "base_layer"}
+    embeddings = [outer.get(table, table) for table in tables if table not in inside]
     return [*((table,) for table in embeddings), _head(model, inside, set(embeddings))]
 
 

@@ -157,11 +157,12 @@ def by_hand(*modules: ModuleLike) -> Wrap:
 def called_modules(model: nn.Module) -> dict[nn.Module, str]:
     """The modules whose forward can gather their parameters, with their first names.
 
-    Excluded are modules without a forward, and the children of ``nn.MultiheadAttention``, which
-    reads ``out_proj.weight`` without calling ``out_proj``.
+    Excluded are modules without a forward, and the children of those that read a child's weight
+    without calling it: ``nn.MultiheadAttention``, and peft's layer for new tokens.
     """
-    attention = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
-    uncalled = {part for m in attention for part in m.children()}
+    readers = {"MultiheadAttention", "TrainableTokensLayer"}
+    reading = (m for m in model.modules() if readers & {kind.__name__ for kind in type(m).__mro__})
+    uncalled = {part for m in reading for part in m.children()}
     named = model.named_modules()
     return {m: name for name, m in named if has_forward(m) and m not in uncalled}
 
