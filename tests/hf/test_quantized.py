@@ -403,6 +403,10 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     assert "Shorten llm_int8_skip_modules" in said(
         sw.ConfigError, lambda: quantize(seeded(llama), none)
     )
+    misspelt = bits(llm_int8_skip_modules=["lm_heed"])
+    text = said(sw.ConfigError, lambda: quantize(seeded(llama), misspelt))
+    assert "names 'lm_heed', and no module of LlamaForCausalLM has this name" in text
+    assert "Nearest are lm_head, " in text
     stored = quantize(seeded(llama), bits(bnb_4bit_quant_storage=torch.bfloat16))
     assert stored.notes[0].startswith("bnb_4bit_quant_storage=torch.bfloat16 has no effect")
     divided = by_bitsandbytes(bits())

@@ -354,7 +354,7 @@ def test_parameters_of_another_optimizer_are_averaged_and_a_warning_says_what_is
     assert "AdamW does not hold 5 of the model's trained parameters" in caplog.text
 
 
-def test_unlike_workers_are_refused_by_name() -> None:
+def test_unlike_workers_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     def run(worker: Worker) -> str:
         _, sharded, optimizer = worker.model()
         if worker.number == 0:
@@ -367,6 +367,7 @@ def test_unlike_workers_are_refused_by_name() -> None:
 
     [_], [text] = run_workers([1, 1], run)
     assert "worker 1 has every 5, and worker 0, which leads, has 4" in text
+    assert "workers [0] of 2 are there and begin" in caplog.text
 
 
 def test_a_worker_with_another_token_is_refused() -> None:

@@ -52,6 +52,19 @@ def test_betas_are_decay_rates(betas: list[float]) -> None:
         Recipe.model_validate({"optimizer": {"betas": betas}})
 
 
+def test_a_loss_scale_fits_float32() -> None:
+    with pytest.raises(ValidationError, match="less than"):
+        Recipe.model_validate({"optimizer": {"loss_scale": 1e300}})
+
+
+def test_weights_are_read_as_floating_point_numbers() -> None:
+    with pytest.raises(ValidationError, match=r"float32.*bfloat16"):
+        Recipe.model_validate({"model": {"from": "x", "dtype": "int8"}})
+    assert (
+        Recipe.model_validate({"model": {"from": "x", "dtype": "bf16"}}).model.dtype == "bfloat16"
+    )
+
+
 def test_an_infinite_rate_is_refused() -> None:
     with pytest.raises(ValidationError, match="finite"):
         Recipe.model_validate({"optimizer": {"lr": float("inf")}})

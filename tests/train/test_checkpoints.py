@@ -395,3 +395,19 @@ def test_what_cannot_be_read_is_not_taken_for_a_checkpoint_of_no_run(
     document.mkdir()
     with pytest.raises(CheckpointError, match=r"training\.json failed: Is a directory"):
         watched.run(new, 1)
+
+
+def test_what_a_killed_attempt_has_left_goes_when_the_run_ends(
+    tmp_path: Path, watched: Watched
+) -> None:
+    """Of the model, and of a checkpoint, which no later save removes."""
+    recipe = recipe_in(tmp_path, "run.steps=2")
+    watched.run(recipe, world=2)
+    run = Path(recipe.run.folder)
+    (run / "metrics.jsonl").write_text("", "utf-8")  # it had not finished
+    left = [run / ".model.safetensors.unfinished-0123456789abcdef"]
+    left += [run / "checkpoints" / "step-1.removing-0123456789abcdef"]
+    for folder in left:
+        folder.mkdir()
+    assert watched.run(recipe, world=2).step == 2
+    assert not any(folder.exists() for folder in left)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 from shardwise.comm.transports import threads
 from shardwise.comm.transports.local import LocalComm
@@ -179,6 +181,18 @@ def test_a_run_that_diverges_says_where_and_what_to_do(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, "optimizer.lr=1e30", "optimizer.warmup=0", "run.steps=9")
     with pytest.raises(ShardwiseError, match=r"step \d: .* norm nan.* lower optimizer\.lr"):
         run(recipe, 2)
+
+
+def test_what_is_not_finite_at_the_first_step_is_no_fault_of_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(weight: Tensor, *_: object) -> None:
+        nn.init.constant_(weight, math.nan)
+
+    monkeypatch.setattr("shardwise.train.decoder._draw", broken)
+    recipe = tiny_recipe(tmp_path)
+    with pytest.raises(ShardwiseError, match=r"step 1: .* ends; nor were those that it began with"):
+        run(recipe, 1)
 
 
 def test_only_rank_0_speaks(tmp_path: Path) -> None:

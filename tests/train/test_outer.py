@@ -95,3 +95,24 @@ def test_a_method_needs_workers_and_workers_a_method() -> None:
         OuterConfig(method="diloco")
     with pytest.raises(ValueError, match="method: diloco, or neither"):
         OuterConfig(workers=("a:1",))
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("workers=[127.0.0.1:1, host]", "'host' is not HOST:PORT"),
+        ("workers=[127.0.0.1:1, 127.0.0.1:1]", "each needs an address of its own"),
+        ("delay=7", "Choose a delay from 0 to 4"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused_before_anything_is_written(
+    option: str, text: str, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        *("outer.method=diloco", "outer.workers=[127.0.0.1:1, 127.0.0.1:2]", "outer.worker=0"),
+        *("outer.every=5", f"outer.{option}"),
+    )
+    with pytest.raises(ConfigError, match=text):
+        threads.run(1, lambda comm: train(recipe, comm, lambda _: None))
+    assert not Path(recipe.run.folder).exists()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from shardwise.comm.transports.local import LocalComm
 from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import DataConfig
 from shardwise.recipe.read import read_recipe
-from shardwise.train.batches import IGNORED, RowSource
+from shardwise.recipe.recipe import Recipe
+from shardwise.train.batches import IGNORED, Batches, RowSource
 from shardwise.train.data import Data, prepare
 from shardwise.train.folder import Folder
 from shardwise.train.loop import train
@@ -173,6 +175,34 @@ def test_a_folder_of_the_hub_is_tuned_on_messages(tmp_path: Path, architecture: 
     else:
         threads.run(2, lambda comm: train(read_recipe(path), comm, emit))
         assert found[-1] < found[0]
+
+
+def test_tokens_are_those_of_rows_as_they_are_and_are_counted_on_by_a_resumed_run(
+    tmp_path: Path,
+) -> None:
+    """Without packing a micro-batch is as long as its longest row, and not as ``data.context``."""
+    given = ("data.packing=false", "run.steps=4", "sample.tokens=0", "data.context=64")
+    made, told = recipe(tmp_path, *given), list[Stepped]()
+
+    def run(made: Recipe) -> None:
+        def emit(record: Record) -> None:
+            if isinstance(record, Stepped):
+                told.append(record)
+
+        threads.run(2, lambda comm: train(made, comm, emit))
+
+    run(recipe(tmp_path, *given, "run.steps=2"))
+    run(made)
+    data = prepare(made, LocalComm(), Folder(tmp_path))
+    assert not isinstance(data.training, StreamedRows)
+    ranks = [Batches(data.training, made.batch, made.run.seed, rank, 2) for rank in range(2)]
+    each = [sum(b.ids.numel() for r in ranks for b in r.step(step)) for step in range(4)]
+    assert [record.tokens for record in told] == list(accumulate(each))
+    assert max(each) < made.batch.rows * 64
+    results = json.loads((Path(made.run.folder) / "train_results.json").read_text("utf-8"))
+    assert results["train_tokens_per_second"] / results[
+        "train_samples_per_second"
+    ] == pytest.approx(sum(each) / (4 * made.batch.rows))
 
 
 # --- streamed --------------------------------------------------------------------------------

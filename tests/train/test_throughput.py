@@ -17,8 +17,9 @@ def metered(durations: Iterable[float], warmup: int = 3, tokens: int = 100) -> T
 
     meter = Throughput(warmup, clock)
     for duration in durations:
-        with meter.step(tokens):
+        with meter.step():
             now += duration
+        meter.count(tokens)
         now += 10.0
     return meter
 
@@ -62,8 +63,9 @@ def test_the_time_that_is_left_counts_validations_and_saves_as_often_as_they_com
 
     def step(seconds: float) -> None:
         nonlocal now
-        with meter.step(100):
+        with meter.step():
             now += seconds
+        meter.count(100)
 
     step(50.0)
     assert meter.seconds_left(10, {}) is None  # the first step says nothing of the others

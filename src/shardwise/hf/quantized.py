@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.mesh import gather_rows
 from shardwise.comm.protocol import Label
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
 from shardwise.hf.preparation import (
     check_config,
     check_devices,
@@ -257,6 +257,15 @@ def _skipped(model: nn.Module, config: Any) -> set[str]:
 
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     patterns = config.llm_int8_skip_modules
+    names = [name for name, _ in model.named_modules()]
+    for given in patterns or ():
+        if all(should_convert_module(name, [given]) for name in names):
+            own = dict.fromkeys(name.rpartition(".")[2] for name, _ in _linears(model))
+            raise ConfigError(
+                f"llm_int8_skip_modules (model.quantization.skip) names {given!r}, and no module "
+                f"of {type(model).__name__} has this name, so the layer that was meant would be "
+                f"quantised. Nearest are {', '.join(nearest(given, own))}."
+            )
     if isinstance(model, PreTrainedModel):
         fp32 = model._keep_in_fp32_modules
         patterns = HfQuantizer.get_modules_to_not_convert(model, patterns, [*(fp32 or ())])

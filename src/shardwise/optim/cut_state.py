@@ -24,7 +24,7 @@ from shardwise.torch_internals import tree_leaves, tree_map, tree_map_only
 
 # 0-dim state that counts or schedules steps, and is no element's value.
 BOOKKEEPING = frozenset({"step", "eta", "mu", "mu_product"})
-OF_THIS_RANK = " Its shape is "  # what follows in a message differs by rank
+OF_RANK = " Its shape is "  # what follows in a message differs by rank
 
 
 def is_scalar(name: str, value: Tensor, shape: torch.Size) -> bool:
@@ -71,7 +71,7 @@ def _misfit(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -
     return (
         f"state {name!r} of parameter {sharding.name!r} is of other ranks, or has no value for "
         "each element and cannot be cut. Load full state, as optimizer.state_dict() gives it, or "
-        f"use sharded.load_optimizer_state_dict() or load().{OF_THIS_RANK}{tuple(value.shape)}; "
+        f"use sharded.load_optimizer_state_dict() or load().{OF_RANK}{tuple(value.shape)}; "
         f"the shard here is {tuple(param.shape)} of {tuple(sharding.shape)}."
     )
 

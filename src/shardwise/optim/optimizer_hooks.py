@@ -30,7 +30,7 @@ from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.blockwise import check_blocks, is_blockwise, make_state
-from shardwise.optim.cut_state import OF_THIS_RANK, cut_state, whole_state
+from shardwise.optim.cut_state import OF_RANK, cut_state, whole_state
 from shardwise.torch_internals import hooks_behind, skip_in_dynamo
 
 log = logging.getLogger("shardwise")
@@ -304,8 +304,7 @@ class OptimizerHooks:
         misfits = [text for p in params if (text := cut_state(optimizer, p, is_known))]
         # Groups may be chosen by the shapes of one rank's shards, and state may fit on some only.
         facts = {f"{name} group of {p.sharding.name}": str(n) for p, n in params.items()}
-        fact = "".join(misfits[:1]).partition(OF_THIS_RANK)[0]
-        self._comm.agree(facts | {f"state of {name}": fact})
+        self._comm.agree(facts | {f"state of {name}": "".join(misfits[:1]).partition(OF_RANK)[0]})
         if misfits:
             raise OptimizerError(misfits[0])
 

@@ -18,6 +18,7 @@ Sources: DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), OpenDiLo
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,8 @@ from shardwise.outer.place import Place
 from shardwise.outer.schedule import OuterSchedule
 from shardwise.outer.tally import Key
 from shardwise.torch_internals import disable_torch_function
+
+log = logging.getLogger("shardwise")
 
 
 class DiLoCo:
@@ -105,9 +108,9 @@ class DiLoCo:
         self.schedule = OuterSchedule.spread(nbytes, every, delay)
         self._start.updates = self.schedule.rounds(self.steps)
         self._in_flight: dict[str, list[Tensor]] = {}  # unit → parameters when it was sent
-        place = _place(workers, worker, token)
+        place = place_of(workers, worker, token)
         place = replace(place, patience=patience, timeout=timeout, stops=stops)
-        self.has_left = False
+        self.has_left, self._number = False, len(workers)
         self._link: Link | None = None
         run_on_rank_0(self._comm, "the link to other workers", lambda: self._open(place))
         try:
@@ -268,6 +271,8 @@ class DiLoCo:
                 return
             if role == "lead":
                 self._admit(expected=True)
+                if first and len(present := self.workers) < self._number and self._comm.rank == 0:
+                    log.warning("workers %s of %d are there and begin", present, self._number)
                 return
             if self._join():
                 return
@@ -335,7 +340,8 @@ class DiLoCo:
         return Key(unit, self._start.updates[unit])
 
 
-def _place(workers: Sequence[str], worker: int, token: str | None) -> Place:
+def place_of(workers: Sequence[str], worker: int, token: str | None = None) -> Place:
+    """The addresses of all workers, and which is this one. Raises ``ConfigError``."""
     addresses = [_address(text) for text in workers]
     if not 0 <= worker < len(addresses):
         raise ConfigError(

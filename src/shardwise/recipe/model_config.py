@@ -9,7 +9,7 @@ from pydantic import Field, model_serializer, model_validator
 
 from shardwise.errors import ConfigError
 from shardwise.recipe.quantization_config import QuantizationConfig
-from shardwise.recipe.section import DtypeName, Positive, Section
+from shardwise.recipe.section import FloatName, Positive, Section
 
 OF_A_FOLDER = ("from", "revision", "dtype", "quantization")
 
@@ -34,7 +34,7 @@ class ModelConfig(Section):
     revision: str | None = Field(
         None, min_length=1, description="with a name on the hub: a branch, tag or commit"
     )
-    dtype: DtypeName | None = Field(
+    dtype: FloatName | None = Field(
         None, description="of the weights that are read; null = as the folder says"
     )
     quantization: QuantizationConfig = Field(

@@ -54,7 +54,10 @@ class OptimizerConfig(Section):
         "and saved as the model; null = none",
     )
     loss_scale: float | None = Field(
-        None, ge=0, description="initial loss scale; null = 65536 with float16 compute; 0 = none"
+        None,
+        ge=0,
+        lt=2.0**128,
+        description="initial loss scale; null = 65536 with float16 compute; 0 = none",
     )
 
     @model_validator(mode="before")

@@ -39,6 +39,10 @@ DtypeName = Annotated[
     BeforeValidator(_dtype_name),
 ]
 
+FloatName = Annotated[
+    Literal["float64", "float32", "bfloat16", "float16"], BeforeValidator(_dtype_name)
+]
+
 DeviceName = Annotated[
     Literal["cpu", "cuda", "xpu", "hpu"],
     BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),

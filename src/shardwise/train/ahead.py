@@ -37,6 +37,7 @@ class BatchesAhead:
     def __init__(self, source: Batches | StreamBatches, device: torch.device) -> None:
         self._source, self._device, self._host = source, device, HostMemory(device)
         self._next: StepBatches | None = None
+        self.tokens = 0  # of this rank in the step that was taken last, with the padding of rows
 
     def take(self, step: int) -> StepBatches:
         """Step ``step``, counted from 0: what was prepared, if it is that one."""
@@ -44,6 +45,7 @@ class BatchesAhead:
         if batches is None or batches.step != step:
             batches = self._read(step)
             batches.copied.wait()
+        self.tokens = sum(batch.ids.numel() for batch in batches.in_host)
         return batches
 
     def prepare(self, step: int) -> None:

@@ -49,6 +49,7 @@ class RunState:
         validated: False if a validation of this step is due and has not run yet.
         best: the lowest validation loss so far.
         stale: validations since then.
+        seen: tokens trained on, over all ranks, with the padding of rows.
         streams: where each stream of streamed text is; of all ranks, since the last save.
     """
 
@@ -56,6 +57,7 @@ class RunState:
     validated: bool = True
     best: float | None = None
     stale: int = 0
+    seen: int = 0
     streams: Sequence[Position] = ()
 
 
@@ -217,13 +219,9 @@ class Checkpoints:
         document = report.document
         assert document is not None  # or it would have been refused
         self._check_document(report.path, document)  # an older one, where the newest was damaged
-        state = RunState(
-            **{
-                field.name: document.position[field.name]
-                for field in fields(RunState)
-                if field.name in document.position  # not all versions save streams
-            }
-        )
+        # Not all versions save what was seen, and streams.
+        saved = {"seen": document.position["step"] * self._job.tokens_per_step, **document.position}
+        state = RunState(**{f.name: saved[f.name] for f in fields(RunState) if f.name in saved})
         for warning in report.inexact:
             self._log(Warned(warning))
         sample = state.step * self._job.recipe.batch.rows

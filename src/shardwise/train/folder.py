@@ -171,6 +171,12 @@ class Folder:
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
 
+    def remove_unfinished(self, name: str) -> None:
+        """Remove what killed attempts to write ``name``, or checkpoints, have left here."""
+        remove_stale_partials(self.checkpoints)
+        for path in self.path.glob(f".{name}.unfinished-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def _replaced_path(self) -> Path:
         number = 1
         while (path := self.path / f"{REPLACED}{number}").exists():

@@ -62,6 +62,7 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
+        """At most: rows that are not packed are as long as the longest of a micro-batch."""
         return self.recipe.batch.rows * self.recipe.data.context
 
     def forward_backward(self, step: int) -> Tensor:

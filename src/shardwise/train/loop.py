@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.comm.machine.accelerators import check_kernels
@@ -42,7 +43,7 @@ from shardwise.train.job import Job, build
 from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.memory_estimate import check_memory
 from shardwise.train.model_folder import with_tokenizer
-from shardwise.train.outer import Outer
+from shardwise.train.outer import Outer, check_outer
 from shardwise.train.packing_check import check_packing
 from shardwise.train.recorded_step import recorded
 from shardwise.train.records import (
@@ -112,8 +113,9 @@ def train(
     check_kernels(comm.device, recipe.optimizer.name.removeprefix("paged_"))
     accumulation(recipe.batch, comm.size)  # before anything is read or written
     streams_per_rank(recipe, comm.size)
-    values = flatten(recipe.model_dump())  # by key, so that a difference between ranks is named
-    comm.agree({name: str(value) for name, value in values.items()})
+    check_outer(recipe.outer)
+    # By key, so that a difference between ranks is named.
+    comm.agree({name: str(value) for name, value in flatten(recipe.model_dump()).items()})
     with RunLogger.open_run(recipe, comm, emit, attempt) as (logger, start):
         if start is Start.FINISHED:
             steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
@@ -225,14 +227,14 @@ class _Loop:
 
     def run_steps(self) -> Outcome:
         """Run the remaining steps, or until the run is requested to stop."""
-        job = self._job
-        if not self._state.validated and self._evaluate() and job.recipe.checkpoint.keep_best:
+        config = self._job.recipe.checkpoint
+        if not self._state.validated and self._evaluate() and config.keep_best:
             self._save()  # again: the run stopped before this validation, which is the best
         while (step := self._state.step + 1) <= self._steps:
             request, step = self._step(step), self._state.step
             is_stopping = request is Request.STOP and step < self._steps
             best = not is_stopping and self._is_validation_due(step) and self._evaluate()
-            saved = self._save() if request or self._is_due(best) else False
+            saved = self._save() if request or is_due(config, step, self._steps, best) else False
             self._checkpoints.poll()
             if is_stopping:
                 self._checkpoints.wait()
@@ -260,9 +262,9 @@ class _Loop:
         """Run and log one step; returns the strongest request of any rank."""
         job = self._job
         self._slow_ranks.begin()
-        is_first = not self._throughput.seconds_per_step
+        is_first = not self._throughput.steps
         busy = self._logger.busy("taking the first step") if is_first else nullcontext()
-        with self._recorded(step), busy, self._throughput.step(job.tokens_per_step):
+        with self._recorded(step), busy, self._throughput.step():
             own_loss = job.forward_backward(step - 1)
             own_norm, lr = self._retry_failed_save(lambda: job.clip_and_set_lr(step - 1))
             scale = job.scaler.get_scale() if job.scaler.is_enabled() else None
@@ -272,23 +274,23 @@ class _Loop:
             share, norm = torch.stack([own_loss, own_norm]).tolist()
         request = max(self._requests.take(step), self._logger.requested())
         memory_now, waited = memory_in_use(self._comm.device), self._slow_ranks.last
-        values = (share, memory_now, request, job.ahead.ended(), waited)
+        values = (share, memory_now, request, job.ahead.ended(), waited, job.ahead.tokens)
         per_rank = all_gather_floats(self._comm, values, "loss")
+        self._throughput.count(int(per_rank[:, 5].sum()))
         if slow := self._slow_ranks.end(per_rank[:, 4].tolist()):
             self._logger.log(Warned(slow))
-        loss, memory = per_rank[:, 0].sum().item(), per_rank[:, 1].max().item()
         self._steps = step if per_rank[:, 3].any() else self._steps
         # The only moment after the last update with gradients; with patience any may be the last.
         if step == self._steps or (self._config.patience and self._is_validation_due(step)):
             self.placement = footprint(job.sharded, job.optimizer, self._comm)
         job.optimizer.zero_grad()
-        record = self._step_record(step, (loss, norm, lr, scale), int(memory))
+        record = self._step_record(step, (norm, lr, scale), per_rank)
         self._logger.log(record)
         self._logger.log(exchanged)
         self._compare(step)
         _check_finite(record)
-        validated = not self._is_validation_due(step)
-        self._state = replace(self._state, step=max(step, self._outer.steps), validated=validated)
+        validated, taken = not self._is_validation_due(step), max(step, self._outer.steps)
+        self._state = replace(self._state, step=taken, validated=validated, seen=record.tokens)
         return combined(per_rank[:, 2].tolist())
 
     @contextmanager
@@ -317,7 +319,7 @@ class _Loop:
             return action()  # the failed call changed nothing
 
     def _step_record(
-        self, step: int, values: tuple[float, float, float, float | None], memory: int
+        self, step: int, values: tuple[float, float, float | None], per_rank: Tensor
     ) -> Stepped:
         steps, throughput = self._steps, self._throughput
         config, save_every = self._config, self._job.recipe.checkpoint.save_every
@@ -328,14 +330,14 @@ class _Loop:
         return Stepped(
             step=step,
             steps=steps,
-            loss=values[0],
-            grad_norm=values[1],
-            lr=values[2],
+            loss=per_rank[:, 0].sum().item(),
+            grad_norm=values[0],
+            lr=values[1],
             tokens_per_second=throughput.tokens_per_second,
-            memory=memory,
+            memory=int(per_rank[:, 1].max()),
             seconds_left=throughput.seconds_left(steps - step, between),
-            loss_scale=values[3],
-            tokens=step * self._job.tokens_per_step,
+            loss_scale=values[2],
+            tokens=self._state.seen + int(per_rank[:, 5].sum()),
         )
 
     def _evaluate(self) -> bool:
@@ -354,8 +356,7 @@ class _Loop:
 
     def _is_stale(self) -> bool:
         """Were the last ``run.patience`` validations no better? The same on every rank."""
-        patience = self._config.patience
-        return patience is not None and self._state.stale >= patience
+        return self._state.stale >= (self._config.patience or math.inf)
 
     def _stop_if_stale(self) -> None:
         if self._is_stale():
@@ -364,9 +365,6 @@ class _Loop:
     def _is_validation_due(self, step: int) -> bool:
         is_due = is_multiple(step, self._config.eval_every) and step >= self._config.eval_delay
         return step == self._steps or is_due
-
-    def _is_due(self, best: bool) -> bool:
-        return is_due(self._job.recipe.checkpoint, self._state.step, self._steps, best)
 
     def _save(self) -> bool:
         self._logger.sync()
@@ -393,8 +391,10 @@ class _Loop:
 
 def _check_finite(record: Stepped) -> None:
     if not (math.isfinite(record.loss) and (math.isfinite(record.grad_norm) or record.skipped)):
+        advice = f"lower optimizer.lr, which was {record.lr:g}, or raise optimizer.warmup"
+        if record.step == 1:  # no update came before it
+            advice = "nor were those that it began with, in sharding.precision"
         raise ShardwiseError(
             f"step {record.step}: the loss is {record.loss:g} and the gradient norm "
-            f"{record.grad_norm:g}, so the parameters are not finite and the run ends. The "
-            f"learning rate was {record.lr:g}; lower optimizer.lr, or raise optimizer.warmup."
+            f"{record.grad_norm:g}, so the parameters are not finite and the run ends; {advice}."
         )

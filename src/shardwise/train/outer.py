@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.outer.diloco import DiLoCo
+from shardwise.outer.diloco import DiLoCo, place_of
+from shardwise.outer.schedule import OuterSchedule
+from shardwise.recipe.outer_config import OuterConfig
 from shardwise.train.job import Job
 from shardwise.train.worker import Exchanged, worker_of
+
+
+def check_outer(config: OuterConfig) -> None:
+    """Raise ``ConfigError`` where an exchange by ``config`` cannot be, before anything is read."""
+    if config.method != "none":
+        OuterSchedule.spread({}, config.every, config.delay)
+        place_of(config.workers, worker_of(config).number)
 
 
 class Outer:

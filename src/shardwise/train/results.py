@@ -49,6 +49,8 @@ def _save_model(job: Job, data: Data, logger: RunLogger) -> None:
     The tokenizer is beside an adapter that has trained new tokens.
     """
     folder = Path(job.recipe.run.folder).expanduser()
+    if logger.folder is not None:
+        logger.folder.remove_unfinished(WEIGHTS)
     if job.recipe.adapter.rank is not None:
         save_adapter(job.sharded, folder / ADAPTER)
         if logger.folder is not None and (added := job.recipe.adapter.new_tokens):
@@ -109,7 +111,8 @@ def result_files(
     evaluated = [record for record in records if isinstance(record, Evaluated)]
     if not (steps and evaluated):  # it was resumed where it ends
         return {}
-    samples_per_second = tokens_per_second / recipe.data.context
+    rows = steps[-1].step * recipe.batch.rows
+    samples_per_second = tokens_per_second * rows / max(1, steps[-1].tokens)
     train: dict[str, Any] = {
         "train_loss": fmean(record.loss for record in steps),
         "train_samples_per_second": samples_per_second,

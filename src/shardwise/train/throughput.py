@@ -39,17 +39,22 @@ class Throughput:
         self._between: dict[str, list[float]] = {}  # seconds of each validation, of each save
 
     @contextmanager
-    def step(self, tokens: int) -> Iterator[None]:
-        """Time one step on ``tokens`` tokens (over all ranks)."""
+    def step(self) -> Iterator[None]:
+        """Time one step."""
         start = self._clock()
         yield
         seconds = self._clock() - start
         if self.steps == self._warmup:
             self._recent.clear()
             self._all = (0.0, 0)
-        self._recent.append((seconds, tokens))
-        self._all = (self._all[0] + seconds, self._all[1] + tokens)
+        self._recent.append((seconds, 0))
+        self._all = (self._all[0] + seconds, self._all[1])
         self.steps += 1
+
+    def count(self, tokens: int) -> None:
+        """Say how many tokens the last step had, over all ranks, which know it after the step."""
+        self._recent[-1] = (self._recent[-1][0], tokens)
+        self._all = (self._all[0], self._all[1] + tokens)
 
     @property
     def seconds_per_step(self) -> float:
