@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.recipe.adapter_config import AdapterConfig
+from shardwise.recipe.recipe import Recipe
 
 
 def test_each_key_reaches_peft() -> None:
@@ -58,3 +59,16 @@ def test_by_default_there_is_none_and_with_a_rank_every_linear_layer_has_one() -
 def test_what_has_no_effect_or_no_meaning_is_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         AdapterConfig(**keys)
+
+
+@pytest.mark.parametrize("trained", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}])
+def test_parts_of_the_base_that_are_trained_compute_as_what_is_frozen(
+    trained: dict[str, Any],
+) -> None:
+    """Stored in bfloat16, they did so in float32's place, and the first step ended in an error."""
+    precision = {"stored_dtype": "bfloat16"}
+    recipe = {"model": {"from": "x"}, "adapter": {"rank": 4, **trained}}
+    with pytest.raises(ValidationError, match=f"adapter.{next(iter(trained))} trains parts of"):
+        Recipe.model_validate(recipe | {"sharding": {"precision": precision}})
+    precision["param_dtype"] = "bfloat16"
+    Recipe.model_validate(recipe | {"sharding": {"precision": precision}})

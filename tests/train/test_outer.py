@@ -9,7 +9,7 @@ from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
 from shardwise.recipe.outer_config import OuterConfig
 from shardwise.train.loop import train
-from shardwise.train.records import Evaluated, Record, Saved, Stopped
+from shardwise.train.records import Built, Evaluated, Prepared, Record, Saved, Stopped
 from shardwise.train.requests import SignalRequests
 from shardwise.train.worker import Exchanged, Worker, worker_of
 from tests.outer.test_diloco import free_addresses
@@ -51,6 +51,9 @@ def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:
         assert exchanged[0].workers == (0, 1)
         assert exchanged[1].sent > exchanged[0].sent > 0
         assert any(isinstance(record, Saved) for record in records)
+        (built,) = [record for record in records if isinstance(record, Built)]
+        (prepared,) = [record for record in records if isinstance(record, Prepared)]
+        assert built.epochs == 2 * 4 * 12 / prepared.rows[0]  # of both
     assert losses(said[0])[:1] != losses(said[1])[:1]  # each trains on rows of its own
     more = ("--run.steps=6", "--checkpoint.save_every=0", "--outer.delay=1", "--sharding.wrap=none")
     again = run_both(tmp_path, addresses, *more)

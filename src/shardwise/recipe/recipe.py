@@ -228,6 +228,19 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _what_is_trained_computes_as_its_base(self) -> Self:
+        precision, adapter = self.sharding.precision, self.adapter
+        whole = bool(adapter.modules_to_save) or adapter.bias != "none"
+        if whole and precision.stored_dtype is not None and precision.param_dtype is None:
+            raise ConfigError(
+                f"sharding.precision.stored_dtype is {precision.stored_dtype}, param_dtype is null "
+                f"and adapter.{'modules_to_save' if adapter.modules_to_save else 'bias'} trains "
+                "parts of the base: they would compute in another dtype than what is frozen. Set "
+                f"param_dtype, such as {precision.stored_dtype}."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _epochs_have_a_length(self) -> Self:
         in_epochs = {
             "run.epochs": self.run.epochs and f"{self.run.epochs:g}",

@@ -16,6 +16,7 @@ from shardwise.train.batches import accumulation
 from shardwise.train.data import Data
 from shardwise.train.job import Job
 from shardwise.train.learning_rate import preview
+from shardwise.train.length import passes
 from shardwise.train.memory_estimate import machine_memory
 from shardwise.train.records import Built, BuiltUnit
 from shardwise.train.streams import StreamedRows
@@ -24,7 +25,9 @@ from shardwise.train.streams import StreamedRows
 def built_record(job: Job, data: Data) -> Built:
     """The record of ``job`` as it was built."""
     recipe, ranks, training = job.recipe, job.sharded.comm.size, data.training
-    trained = recipe.run.steps * recipe.batch.rows
+    epochs = None
+    if not isinstance(training, StreamedRows):
+        epochs = passes(recipe, recipe.run.steps, len(training))
     return Built(
         parameters=_parameters(job),
         strategy=job.sharded.placement.name,
@@ -34,7 +37,7 @@ def built_record(job: Job, data: Data) -> Built:
         accumulation=accumulation(recipe.batch, ranks),
         context=recipe.data.context,
         steps=recipe.run.steps,
-        epochs=None if isinstance(training, StreamedRows) else trained / len(training),
+        epochs=epochs,
         warmup=recipe.optimizer.warmup_steps(recipe.run.steps),
         untimed=recipe.run.throughput_warmup,
         report=job.report,

@@ -36,6 +36,11 @@ def in_steps(recipe: Recipe, rows: int) -> Recipe:
     )
 
 
+def passes(recipe: Recipe, steps: int, rows: int) -> float:
+    """Passes over the ``rows`` of the training split in ``steps`` steps of each worker."""
+    return steps * recipe.batch.rows * max(1, len(recipe.outer.workers)) / rows
+
+
 def is_multiple(step: int, every: int | str) -> bool:
     """Is something due that happens ``every`` so many steps? 0 = never."""
     return isinstance(every, int) and every > 0 and step % every == 0

@@ -17,6 +17,7 @@ from shardwise.train.data import Data
 from shardwise.train.folder import ADAPTER, RECIPE, RESULTS, Folder
 from shardwise.train.hf_config import WEIGHTS, config_texts
 from shardwise.train.job import Job
+from shardwise.train.length import passes
 from shardwise.train.plot import plot_loss
 from shardwise.train.records import Evaluated, Record, Stepped, Warned
 from shardwise.train.run_logger import RunLogger
@@ -132,7 +133,7 @@ def result_files(
     if not isinstance(data.training, StreamedRows):  # their number is not known
         train["train_samples"] = len(data.training)
         for values in (train, evaluation):
-            values["epoch"] = steps[-1].step * recipe.batch.rows / len(data.training)
+            values["epoch"] = passes(recipe, steps[-1].step, len(data.training))
     return {
         f"{name}_results.json": json.dumps(values, indent=4, sort_keys=True)
         for name, values in (("train", train), ("eval", evaluation))
