@@ -128,6 +128,7 @@ def case(row: Row) -> Case:
     micro_batch = int(_of_rows(row, ranks))
     micro_batches = _micro_batches(row, ranks, micro_batch)
     machine, software = _machine(row, ranks), software_of(row, shape.layers)
+    shape = replace(shape, vocabulary=-(-shape.vocabulary // software.pads) * software.pads)
     one = Case(
         number=row["row_id"],
         title=f"{row['framework']}, {row['model']}, {ranks} x {row['gpu']}",
@@ -180,6 +181,17 @@ def _check(row: Row) -> None:
 
 
 def _shape(row: Row) -> Shape:
+    """As it is named or stated, with what the notes say of its vocabulary and its head."""
+    shape, notes = _plain_shape(row), row["notes"]
+    other = re.search(r"vocabulary of ([\d,]*\d|[A-Z][\w.]* \d[\d.]*)", notes)
+    if other is not None:
+        named = shape_named(f"{other[1]}-8B")
+        entries = named.vocabulary if named else int(other[1].replace(",", ""))
+        shape = replace(shape, vocabulary=entries)
+    return replace(shape, tied=shape.tied and "head has weights of its own" not in notes)
+
+
+def _plain_shape(row: Row) -> Shape:
     reason = no_decoder(row["model"])
     if reason is not None:
         raise Inexpressible(reason)
@@ -224,7 +236,7 @@ def _stated_shape(row: Row) -> Shape | None:
     hidden = ((billions * 1e9 - tables) / layers - attention) / 3 / width
     if not width <= hidden <= 8 * width:
         return None
-    whole = (int(layers), int(width), int(heads), int(shared), round(hidden), int(vocabulary))
+    whole = (int(layers), int(width), int(heads), int(shared), 8 * round(hidden / 8), int(vocabulary))
     return Shape(*whole, int(width // heads))
 
 

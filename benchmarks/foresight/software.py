@@ -39,6 +39,7 @@ class Software:
         lists: the optimizer goes through lists of tensors, and makes a copy of all that it steps.
         hooks: the modules within a block that gather their own parameters: none, each half of an
             adapter, or all linear maps.
+        pads: the vocabulary has a multiple of so many entries.
     """
 
     compiled: bool = True
@@ -60,6 +61,7 @@ class Software:
     device: bool = False
     lists: bool = False
     hooks: Literal["none", "adapters", "all"] = "none"
+    pads: int = 1
 
 
 PEFT = Adapters(drops=True, wide=True)  # of its documents, and of what is built on it
@@ -96,6 +98,9 @@ STAGES = ("packed", "compile", "chunked", "act ckpt", "fuse", "act offl", "8-bit
 """Of a table in which each row adds one technique to those before."""
 OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, column, what it says
     ("", "notes", "flash_attention_3", {"attention": "fastest"}),
+    ("megatron|^nemo(?! auto)", "text", "", {"pads": 128}),  # make_vocab_size_divisible_by
+    ("nanogpt", "text", "", {"pads": 64}),  # since February 2023
+    ("^flashattention", "text", "", {"pads": 8}),  # pad_vocab_size_multiple of its recipes
     ("", "compile", "xla", {"attention": "fastest"}),
     ("foundry", "precision", "^bf16$", {"reduce": "bfloat16"}),
     ("^prime-rl", "task", "sft", {"logits": "held"}),  # beside its own for reinforcement

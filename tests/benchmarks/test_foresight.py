@@ -241,6 +241,21 @@ def test_a_row_can_state_a_vocabulary_and_heads_of_keys_and_values(
         "n_heads": "25"}).shape.vocabulary == 128  # fmt: skip
 
 
+def test_notes_and_software_may_have_another_vocabulary_than_the_model_s_own(
+    rows: dict[str, dict[str, str]],
+) -> None:
+    plain = {**rows["217"], **OF_ANOTHER, "model": "GPT-2 124M", "framework": "PyTorch", "notes": ""}
+
+    def shape(**cells: str) -> Shape:
+        return case(plain | cells).shape
+
+    assert (shape().vocabulary, shape().tied) == (50_257, True)
+    assert shape(notes="vocabulary of 50,304; more").vocabulary == 50_304
+    assert shape(notes="vocabulary of Llama 3").vocabulary == 128_256
+    assert shape(framework="Megatron-LM").vocabulary == 50_304
+    assert not shape(notes="the head has weights of its own").tied
+
+
 def test_a_model_that_is_called_a_gpt_has_blocks_as_gpt_has_them(
     rows: dict[str, dict[str, str]],
 ) -> None:

@@ -21,13 +21,27 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_a_product_is_known_by_its_shapes() -> None:
     left, right = empty(3, 4), empty(4, 5)
-    assert products(aten.mm.default, (left, right), [empty(3, 5)]) == [Product(3, 5, 4, 1, 4)]
+    assert products(aten.mm.default, (left, right), [empty(3, 5)]) == [Product(3, 5, 4, 1, 4, aligned=4)]
     biased = products(aten.addmm.default, (empty(5), left, right), [empty(3, 5)])
-    assert biased == [Product(3, 5, 4, 1, 4)]
+    assert biased == [Product(3, 5, 4, 1, 4, aligned=4)]
     half = torch.bfloat16
     stacked = (empty(7, 3, 4, dtype=half), empty(7, 4, 5, dtype=half))
-    assert products(aten.bmm.default, stacked, [empty(7, 3, 5)]) == [Product(3, 5, 4, 7, 2)]
+    assert products(aten.bmm.default, stacked, [empty(7, 3, 5)]) == [Product(3, 5, 4, 7, 2, aligned=2)]
     assert products(aten.add.Tensor, (left, left), [left]) == []
+
+
+def test_a_product_is_as_aligned_as_what_lies_together_in_each_matrix() -> None:
+    half = torch.bfloat16
+
+    def aligned(left: Tensor, right: Tensor) -> int:
+        (product,) = products(aten.mm.default, (left, right), [left @ right])
+        return product.aligned
+
+    x, head = empty(33, 768, dtype=half), empty(50_257, 768, dtype=half)
+    logits = empty(33, 50_257, dtype=half)
+    assert aligned(x, head.t()) == aligned(logits, head) == aligned(logits.t(), x) == 2
+    assert aligned(x, empty(50_304, 768, dtype=half).t()) == 16  # an odd number of tokens is none
+    assert aligned(x, empty(772, 768, dtype=half).t()) == 8
 
 
 def test_the_rows_of_groups_are_divided_evenly() -> None:

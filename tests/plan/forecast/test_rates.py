@@ -31,6 +31,28 @@ def test_a_product_takes_longer_by_a_share_that_grows_as_it_is_small() -> None:
     assert PLAIN.seconds(of(LARGE, times=3)).total == pytest.approx(3 * full * 1.15)
 
 
+@pytest.mark.parametrize(
+    ("name", "aligned", "rate"), [("A100", 2, 93e12), ("A100", 8, 150e12), ("H100", 2, 148e12)]
+)
+def test_rows_that_begin_anywhere_are_loaded_in_pieces(
+    name: str, aligned: int, rate: float
+) -> None:
+    """4,096 squared on an A100: thonking.ai, What Shapes Do Matrix Multiplications Like?"""
+    rates = replace(PLAIN, accelerator=known().accelerator(name))
+    even = Product(4096, 4096, 4096, 1, 2)
+    odd = replace(even, aligned=aligned)
+    seconds = rates.seconds(of(odd)).products
+    assert odd.flops / seconds == pytest.approx(rate, rel=0.01)
+    compiled = replace(rates, kernels=Kernels(compiled=True))  # rows are padded
+    assert rates.seconds(of(even)).products < compiled.seconds(of(odd)).products < seconds
+
+
+@pytest.mark.parametrize("name", ["RTX 3090", "TPU v5e", "MI300X"])
+def test_rows_may_begin_anywhere_where_loads_are_as_fast_as_products(name: str) -> None:
+    rates = replace(PLAIN, accelerator=known().accelerator(name))
+    assert rates.seconds(of(replace(LARGE, aligned=2))) == rates.seconds(of(LARGE))
+
+
 def test_attention_has_its_own_rate_by_kernel_and_half_of_it_where_it_is_causal() -> None:
     full = SCORES.flops / (989e12 * 0.5) * 1.1 * 1.1
     first = replace(PLAIN, kernels=Kernels(attention="flash1"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -54,8 +54,14 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _matmul(left: Tensor, right: Tensor) -> Products:
     """``[…, m, k] x […, k, n]``."""
-    *batch, m, k = left.shape
-    return [Product(m, right.shape[-1], k, prod(batch), left.itemsize)]
+    (*batch, m, k), n = left.shape, right.shape[-1]
+    rows = gcd(_between_rows(left), _between_rows(right), n)  # those of the result are of n
+    return [Product(m, n, k, prod(batch), left.itemsize, aligned=gcd(rows * left.itemsize, 16))]
+
+
+def _between_rows(matrix: Tensor) -> int:
+    """Elements from one row to the next, or from one column where columns lie together."""
+    return max(matrix.stride()[-2:])
 
 
 def _grouped(args: Sequence[Any], _: Any) -> Products:

@@ -10,6 +10,7 @@ For each kind of kernel:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,6 +20,11 @@ from shardwise.plan.forecast.work import Pass, Product
 
 # Of the rate of FlashAttention-2 (Dao 2023, arXiv 2307.08691, figure 5): its first version.
 FLASH1 = 0.65
+# FLOP for each clock of a multiprocessor where tiles are loaded in pieces of so many bytes, by an
+# A100's 93, 150 and 150 TFLOP/s at 4,096 (thonking.ai, "What Shapes Do Matrix Multiplications
+# Like?"). Tensor cores of later devices are faster, but their loads are not: 98 TFLOP/s of an H100
+# at 1.2 GHz with pieces of 8 bytes (github.com/m87-labs/kestrel, pull request 143) are 620.
+PIECES = {2: 611, 4: 985, 8: 985}
 CAST = 3  # bytes to make an element of bf16 one of fp8: 2 are read, 1 is written; weights stay so
 AttentionKernel = Literal["flash1", "flash2", "fastest"]
 
@@ -135,7 +141,18 @@ class Rates:
         precision = self.kernels.precision if narrow else _PRECISIONS[product.itemsize]
         rate = self.accelerator.peak(precision) * self.accelerator.products
         edges = 1 / product.m + 1 / product.n + 1 / product.k
-        return product.flops / rate * (1 + self._own("small") * edges)
+        seconds = product.flops / rate * (1 + self._own("small") * edges)
+        if product.itemsize != 2 or product.aligned == 16 or not self.accelerator.clocks:
+            return seconds
+        loaded = product.flops / (PIECES[product.aligned] * self.accelerator.clocks)
+        return max(seconds, min(loaded, seconds + self._padding(product)))
+
+    def _padding(self, product: Product) -> float:
+        """Seconds to copy the largest of the three matrices, as compilers do to align its rows."""
+        m, n, k = product.m, product.n, product.k
+        moved = 2 * product.batch * max(m * n, m * k, n * k) * product.itemsize
+        bandwidth = self.accelerator.bandwidth * self.constants.bandwidth
+        return moved / bandwidth if self.kernels.compiled else math.inf
 
     def _attention(self, product: Product) -> float:
         """Seconds of scores or of their mixture; ``m`` is the number of queries."""

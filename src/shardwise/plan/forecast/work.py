@@ -29,6 +29,7 @@ class Product:
         kind: ``"attention"``: inside one kernel, which reads and writes no scores; ``"conv"``: a
             convolution as a product, ``m`` places, ``n`` channels, ``k`` elements of a filter.
         causal: a kernel may leave out nearly half of it; ``flops`` counts all, as is usual.
+        aligned: bytes, 16 at most, of whose multiples rows of all three matrices begin at.
     """
 
     m: int
@@ -38,6 +39,7 @@ class Product:
     itemsize: int
     kind: Literal["matmul", "attention", "conv"] = "matmul"
     causal: bool = False
+    aligned: int = 16
 
     @property
     def flops(self) -> int:
