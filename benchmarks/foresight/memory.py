@@ -62,7 +62,9 @@ def _tensors(case: Case) -> float:
     mode: Mode = "last" if _gradients_wait(case) else "train"
     whole = forecast(blueprint, work.order, work, case.software.optimizer, mode)
     less = _of_4_bits(case) + _in_host(case, work.tokens) + _of_narrow_gradients(case)
-    return max(whole.peak - less, _summoned(case), _over_lists(case, whole.between_steps))
+    return _in_buckets(case) + max(
+        whole.peak - less, _summoned(case), _over_lists(case, whole.between_steps)
+    )
 
 
 def _gradients_wait(case: Case) -> bool:
@@ -85,6 +87,12 @@ def _of_narrow_gradients(case: Case) -> float:
     """Bytes that gradients lack which wait in the dtype in which they are summed."""
     narrow = _gradients_wait(case) and case.software.reduce == "bfloat16"
     return narrow * case.shape.parameters * (_itemsize(case) - 2)
+
+
+def _in_buckets(case: Case) -> float:
+    """Bytes of the buckets of torch's DistributedDataParallel, which last."""
+    copied = case.software.buckets and not case.rank and case.ranks > 1
+    return copied * case.shape.parameters * _itemsize(case)
 
 
 def _over_lists(case: Case, at_rest: float) -> float:

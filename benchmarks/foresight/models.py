@@ -26,12 +26,12 @@ from shardwise.train.decoder import RMSNorm, rotate
 Checkpointing = Literal["none", "full", "second", "matmuls", "moved"]
 """Blocks that are recomputed: none, all, every second; or what of each: all but attention and every
 second product, all but attention and products."""
-Logits = Literal["whole", "held", "narrow", "fused", "cast", "tokens", "vocabulary"]
+Logits = Literal["whole", "held", "narrow", "kept", "fused", "cast", "tokens", "vocabulary"]
 """What of the logits is alive at once: all of them, in float32; also what the model returned, until
-the step ends, as in a loop around transformers' models; all in bf16, as the loss is, or where it is
-one kernel; what a model returned in bf16, and in float32 for such a kernel, which makes gradients
-in place; or a part at a time, made twice: some tokens of all, or all tokens for a part of the
-vocabulary."""
+the step ends, as in a loop around transformers' models; all in bf16, as the loss is, also with what
+the model returned; or in bf16 where the loss is one kernel; what a model returned in bf16, and in
+float32 for such a kernel, which makes gradients in place; or a part at a time, made twice: some
+tokens of all, or all tokens for a part of the vocabulary."""
 TOKENS, VOCABULARY = (
     8,
     2048,
@@ -59,11 +59,15 @@ class Adapters:
 class Linear(nn.Linear):
     """A linear map in bfloat16, as autocast makes one of float32: both its inputs are cast."""
 
+    keeps = False  # its input, also where it is frozen, as bitsandbytes did
     returns = False  # what came, in its dtype, as bitsandbytes does with weights of 4 bits
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` → ``[..., outputs]``."""
-        y = F.linear(x.bfloat16(), self.weight.bfloat16())
+        narrow = x.bfloat16()
+        y = F.linear(narrow, self.weight.bfloat16())
+        if self.keeps and y.requires_grad:
+            y.register_hook(partial(_hold, narrow))
         return y.to(x.dtype) if self.returns else y
 
 
@@ -125,6 +129,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, variant: Variant) -> None:
         super().__init__()
         self.shape, self.compiled, self.fused = shape, variant.compiled, variant.fused
+        self.formula, self.autocast = variant.formula, variant.autocast
         adapters = variant.adapters
 
         def linear(inputs: int, outputs: int, adapted: bool = adapters.on != "attention") -> Any:
@@ -132,7 +137,7 @@ class Block(nn.Module):
                 made: Linear = Adapted(inputs, outputs, adapters)
             else:
                 made = Linear(inputs, outputs, bias=False)
-            made.returns = variant.returns
+            made.returns, made.keeps = variant.returns, variant.keeps
             return made
 
         attended = shape.heads * shape.head_size
@@ -183,7 +188,8 @@ class Block(nn.Module):
     def _wide(self, x: Tensor) -> Tensor:
         up: Tensor = self.up(x)
         if self.gate is None:
-            return _fused(up) if self.compiled else F.gelu(up)
+            gelu = partial(_gelu, wide=self.autocast) if self.formula else F.gelu
+            return _fused(up) if self.compiled else gelu(up)
         gate: Tensor = self.gate(x)
         return _fused(gate, up) if self.compiled else F.silu(gate) * up
 
@@ -191,6 +197,12 @@ class Block(nn.Module):
         """``[batch, length, heads * size] → [batch, heads, length, size]``."""
         heads: Tensor = x.unflatten(-1, (-1, self.shape.head_size))
         return heads.transpose(1, 2)
+
+
+def _gelu(x: Tensor, wide: bool) -> Tensor:
+    """Kernel by kernel; ``wide``: autocast makes float32 of what is raised to a power."""
+    cubed = torch.pow(x.float() if wide else x, 3.0)
+    return 0.5 * x * (1.0 + torch.tanh(0.7979 * (x + 0.044715 * cubed)))
 
 
 def _norm(shape: Shape) -> nn.Module:
@@ -208,6 +220,8 @@ class Variant:
         autocast: parameters and what passes from block to block are in float32.
         compiled: what is elementwise is one kernel, which moves and keeps its inputs alone.
         returns: linear maps of blocks return the dtype that came.
+        keeps: they keep their inputs, also where they are frozen.
+        formula: GELU is no one kernel.
     """
 
     length: int
@@ -218,6 +232,8 @@ class Variant:
     autocast: bool = False
     compiled: bool = False
     returns: bool = False
+    keeps: bool = False
+    formula: bool = False
 
 
 class Decoder(nn.Module):
@@ -261,9 +277,12 @@ class Decoder(nn.Module):
             case "tokens" | "vocabulary" as along:
                 inputs = x, self.head.weight, along
                 return cast("Tensor", _LossInParts.apply(*inputs))  # type: ignore[no-untyped-call]
-            case "narrow":
+            case "narrow" | "kept" as kind:
                 logits = self.head(x)
-                return F.cross_entropy(logits, _targets(logits))
+                loss = F.cross_entropy(logits, _targets(logits))
+                if kind == "kept":
+                    loss.register_hook(partial(_hold, logits))
+                return loss
             case "fused" | "cast" as kind:
                 logits, wide = self.head(x), kind == "cast"
                 read = logits.float() if wide else logits

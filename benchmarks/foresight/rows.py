@@ -88,6 +88,8 @@ class Case:
             used.autocast,
             used.compiled,
             returns=used.autocast and self.quantized,
+            keeps=used.keeps and self.quantized,
+            formula=used.formula,
         )
 
     @property
@@ -236,7 +238,8 @@ def _stated_shape(row: Row) -> Shape | None:
     hidden = ((billions * 1e9 - tables) / layers - attention) / 3 / width
     if not width <= hidden <= 8 * width:
         return None
-    whole = (int(layers), int(width), int(heads), int(shared), 8 * round(hidden / 8), int(vocabulary))
+    hidden = 8 * round(hidden / 8)  # nobody takes another multiple
+    whole = (int(layers), int(width), int(heads), int(shared), hidden, int(vocabulary))
     return Shape(*whole, int(width // heads))
 
 

@@ -39,6 +39,9 @@ class Software:
         lists: the optimizer goes through lists of tensors, and makes a copy of all that it steps.
         hooks: the modules within a block that gather their own parameters: none, each half of an
             adapter, or all linear maps.
+        keeps: linear maps in 4 bits keep their inputs, as bitsandbytes' did until 2024.
+        buckets: gradients are copied to buckets of their size, torch's default.
+        formula: GELU is no one kernel.
         pads: the vocabulary has a multiple of so many entries.
     """
 
@@ -61,6 +64,9 @@ class Software:
     device: bool = False
     lists: bool = False
     hooks: Literal["none", "adapters", "all"] = "none"
+    keeps: bool = False
+    buckets: bool = False
+    formula: bool = False
     pads: int = 1
 
 
@@ -94,12 +100,17 @@ EARLY = r"\b(mar|apr|may|june?|july?|aug)\w* 2024"  # torchtune's loss of parts 
 PREPARED = r"^(?!llama-?factory).*(transformers|peft|trl)"
 """Where peft's ``prepare_model_for_kbit_training`` makes float32 of all that is not in 4 bits."""
 EAGER = AROUND + "|pytorch|deepspeed"  # nothing is compiled unless a row says it
+GPT_2 = r"^(mini)?gpt-?(2|neo)"  # in transformers, with GELU by its formula, and a loss as it comes
 STAGES = ("packed", "compile", "chunked", "act ckpt", "fuse", "act offl", "8-bit", "lora")
 """Of a table in which each row adds one technique to those before."""
 OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, column, what it says
     ("", "notes", "flash_attention_3", {"attention": "fastest"}),
     ("megatron|^nemo(?! auto)", "text", "", {"pads": 128}),  # make_vocab_size_divisible_by
     ("nanogpt", "text", "", {"pads": 64}),  # since February 2023
+    ("transformers", "model", GPT_2, {"formula": True}),
+    ("", "model", "mingpt", {"formula": True}),
+    ("^litgpt", "text", "", {"keeps": True}),
+    ("^(?!megatron|nemo|maxtext|pax|.*thunder)", "strategy", "ddp", {"buckets": True}),
     ("^flashattention", "text", "", {"pads": 8}),  # pad_vocab_size_multiple of its recipes
     ("", "compile", "xla", {"attention": "fastest"}),
     ("foundry", "precision", "^bf16$", {"reduce": "bfloat16"}),
@@ -180,9 +191,28 @@ def _told(row: Row, layers: int, usual: Software) -> Software:
         changes["checkpointing"] = _checkpointing(policy, layers)
     if _narrow(row, usual.adapters) and not (usual.autocast and quantized(row)):
         changes |= {"stored": "bfloat16", "autocast": False}
+    if "mixed" in row["precision"] and re.match("ddp|single", row["strategy"].lower()):
+        changes["autocast"] = re.search(EAGER, row["framework"].lower()) is not None
     if "all linear" in row["notes"].lower():
         changes["adapters"] = replace(usual.adapters, on="all")
-    return replace(usual, **changes)
+    used = replace(usual, **changes)
+    return replace(used, logits=_of_loss(row, used))
+
+
+def _of_loss(row: Row, used: Software) -> Logits:
+    """Logits, which are in 16 bits where all is and neither the model nor autocast makes float32.
+
+    Transformers' models did it from 2023 on, but not GPT-2, and leave it to their own loss since
+    4.45; a loop of torch's own takes what comes.
+    """
+    framework = row["framework"].lower()
+    if used.autocast or not (used.stored == "bfloat16" or "deepspeed" in _said(row, "text")):
+        return used.logits
+    left = "loop" in framework or re.match(GPT_2, row["model"].lower())
+    if used.logits == "held" and left:
+        return "kept"
+    own = re.fullmatch(r"pytorch( ddp)?( [\d.]+)?", framework)
+    return "narrow" if used.logits == "whole" and own else used.logits
 
 
 def _narrow(row: Row, adapters: Adapters) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks.foresight.cells import number
 from benchmarks.foresight.fit import USUAL, Fit, judge, ordered
-from benchmarks.foresight.memory import peak_of, settled
+from benchmarks.foresight.memory import RESERVED, peak_of, settled
 from benchmarks.foresight.models import Adapters, Checkpointing, Decoder, Variant
 from benchmarks.foresight.plans import plan_of, work_of
 from benchmarks.foresight.rows import PUBLISHED, Case, Inexpressible, case, read
@@ -244,7 +245,13 @@ def test_a_row_can_state_a_vocabulary_and_heads_of_keys_and_values(
 def test_notes_and_software_may_have_another_vocabulary_than_the_model_s_own(
     rows: dict[str, dict[str, str]],
 ) -> None:
-    plain = {**rows["217"], **OF_ANOTHER, "model": "GPT-2 124M", "framework": "PyTorch", "notes": ""}
+    plain = {
+        **rows["217"],
+        **OF_ANOTHER,
+        "model": "GPT-2 124M",
+        "framework": "PyTorch",
+        "notes": "",
+    }
 
     def shape(**cells: str) -> Shape:
         return case(plain | cells).shape
@@ -547,6 +554,60 @@ def test_a_fused_loss_of_float32_logits_keeps_what_the_model_returned_and_one_co
     )
     logits = 4 * 16384 * small.micro_batch * small.length
     assert cast - narrow == pytest.approx(logits, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("cells", "logits", "autocast", "formula"),
+    [
+        ({"framework": "PyTorch 2.6", "precision": "bf16-true"}, "narrow", False, False),
+        ({"framework": "PyTorch 2.6", "precision": "bf16 mixed"}, "whole", True, False),
+        ({"framework": "transformers 4.49 loop", "precision": "bf16"}, "kept", False, False),
+        ({"framework": "transformers 4.49", "precision": "bf16"}, "held", False, False),
+        (
+            {"framework": "transformers + DeepSpeed", "precision": "fp16", "model": "gpt2-xl",
+             "strategy": "ZeRO-3"}, "kept", False, True,
+        ),
+        (
+            {"framework": "transformers", "precision": "fp16 mixed", "model": "gpt2-xl",
+             "strategy": "DDP"}, "held", True, True,
+        ),
+    ],
+)  # fmt: skip
+def test_a_loss_is_in_16_bits_where_neither_the_model_nor_autocast_makes_it_wide(
+    rows: dict[str, dict[str, str]], cells: dict[str, str], logits: str, autocast: bool,
+    formula: bool,
+) -> None:  # fmt: skip
+    plain = {**rows["217"], **OF_ANOTHER, "notes": "", "n_gpus": "1", "strategy": "single GPU"}
+    used = case(plain | cells).software
+    assert (used.logits, used.autocast, used.formula) == (logits, autocast, formula)
+
+
+def test_gelu_by_its_formula_and_frozen_maps_that_keep_inputs_hold_more(small: Case) -> None:
+    shape = replace(SMALL, gated=False)
+    saved = partial(_saved, small, shape)
+    wide = 2 * small.length * shape.hidden  # elements of a block's widest tensor
+    assert saved(formula=True) - saved() >= shape.layers * 3 * wide * 2
+    adapted = Adapters(8, "attention")
+    more = saved(adapters=adapted, keeps=True) - saved(adapters=adapted)
+    assert more >= shape.layers * wide * 2  # the input of the last map, at least
+
+
+def _saved(small: Case, shape: Shape, adapters: Adapters | None = None, **changes: bool) -> int:
+    adapters = adapters or Adapters(0)
+    rank = adapters.rank
+    software = replace(
+        small.software, compiled=False, adapters=adapters, checkpointing="none", **changes
+    )
+    one = replace(small, shape=shape, software=software, rank=rank, quantized=rank > 0)
+    return work_of(one).saved
+
+
+def test_torch_s_own_data_parallel_copies_gradients_to_buckets(small: Case) -> None:
+    one = replace(small, strategy="no_shard", shards=1)
+    copied = replace(one, software=replace(one.software, buckets=True))
+    itemsize = 2 if one.software.stored == "bfloat16" else 4
+    more = one.shape.parameters * itemsize * (1 if one.software.allocated else RESERVED)
+    assert peak_of(copied) - peak_of(one) == pytest.approx(more)
 
 
 def test_what_gathers_its_own_parameters_within_a_block_takes_python_time(small: Case) -> None:

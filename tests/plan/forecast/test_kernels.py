@@ -21,12 +21,15 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_a_product_is_known_by_its_shapes() -> None:
     left, right = empty(3, 4), empty(4, 5)
-    assert products(aten.mm.default, (left, right), [empty(3, 5)]) == [Product(3, 5, 4, 1, 4, aligned=4)]
+    plain = [Product(3, 5, 4, 1, 4, aligned=4)]
+    assert products(aten.mm.default, (left, right), [empty(3, 5)]) == plain
     biased = products(aten.addmm.default, (empty(5), left, right), [empty(3, 5)])
-    assert biased == [Product(3, 5, 4, 1, 4, aligned=4)]
+    assert biased == plain
     half = torch.bfloat16
     stacked = (empty(7, 3, 4, dtype=half), empty(7, 4, 5, dtype=half))
-    assert products(aten.bmm.default, stacked, [empty(7, 3, 5)]) == [Product(3, 5, 4, 7, 2, aligned=2)]
+    assert products(aten.bmm.default, stacked, [empty(7, 3, 5)]) == [
+        Product(3, 5, 4, 7, 2, aligned=2)
+    ]
     assert products(aten.add.Tensor, (left, left), [left]) == []
 
 

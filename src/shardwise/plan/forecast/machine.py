@@ -58,8 +58,8 @@ class Accelerator:
         kept: of a CPU, the part of activations that the C library has in holes beside them.
         recomputing: bytes of libraries that a process loads where units are recomputed.
         host_memory: bytes of a usual host's memory.
-        clocks: its multiprocessors times their clock, in Hz, of those that load rows in pieces where
-            they do not begin at multiples of 16 bytes; 0: it does not matter where they begin.
+        clocks: its multiprocessors times their clock, in Hz, where rows that do not begin at
+            multiples of 16 bytes are loaded in pieces; 0: it does not matter where they begin.
         small, contention, short, narrow: as in ``Constants``, which they replace where they are not
             ``None``.
         step, unit, parameter: seconds of the host that the engine and its optimizer take for a
