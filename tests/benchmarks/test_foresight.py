@@ -592,7 +592,7 @@ def test_gelu_by_its_formula_and_frozen_maps_that_keep_inputs_hold_more(small: C
     assert more >= shape.layers * wide * 2  # the input of the last map, at least
 
 
-def _saved(small: Case, shape: Shape, adapters: Adapters | None = None, **changes: bool) -> int:
+def _saved(small: Case, shape: Shape, adapters: Adapters | None = None, **changes: Any) -> int:
     adapters = adapters or Adapters(0)
     rank = adapters.rank
     software = replace(
