@@ -152,8 +152,8 @@ def plain(program: Program, world: int) -> list[Any]:
     return process.seen
 
 
-def sharded(program: Program, world: int) -> list[Any]:
-    """Everything that rank 0 of ``world`` ranks sees; the others have seen the same."""
+def on_threads(program: Program, world: int) -> list[list[Any]]:
+    """What each of ``world`` ranks sees."""
     with tempfile.TemporaryDirectory() as folder:
 
         def run(comm: Comm) -> list[Any]:
@@ -161,11 +161,7 @@ def sharded(program: Program, world: int) -> list[Any]:
             program(process)
             return process.seen
 
-        first, *others = threads.run(world, run)
-    for other in others:
-        if (what := difference(first, other, 0.0)) is not None:
-            raise AssertionError(f"ranks differ: {what}")
-    return first
+        return threads.run(world, run)
 
 
 @dataclass(frozen=True)
@@ -176,20 +172,29 @@ class Verdict:
     why: str = ""
 
 
-def verdict(program: Program, world: int, tolerance: float) -> Verdict:
+def verdict(
+    program: Program,
+    world: int,
+    tolerance: float,
+    on_ranks: Callable[[int], list[list[Any]]] | None = None,
+) -> Verdict:
     """Compare the program's two forms.
 
     Args:
         tolerance: of a number, relative to the largest of its tensor.
+        on_ranks: what each of so many ranks sees; by default they are threads.
     """
     expected = plain(program, world)
     try:
-        got = sharded(program, world)
+        first, *others = on_ranks(world) if on_ranks else on_threads(program, world)
     except ShardwiseError as error:
         return Verdict("refused", str(error))
     except Exception as error:  # noqa: BLE001 - anything else is what this is looking for
         return Verdict("crashed", f"{type(error).__name__}: {error}")
-    found = difference(expected, got, tolerance)
+    for other in others:
+        if (what := difference(first, other, 0.0)) is not None:
+            return Verdict("wrong", f"ranks differ: {what}")
+    found = difference(expected, first, tolerance)
     return Verdict("equal") if found is None else Verdict("wrong", found)
 
 

@@ -6,188 +6,14 @@ It is text so that a failure can be printed and run alone: ``python FILE``.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from textwrap import indent
+
+from tests.programs.parts import PARTS
 
 __all__ = ["program_text"]
 
 WIDTH = 6
-
-# Each part maps [rows, 6] to [rows, 6]; the class is named Part0, Part1, …
-PARTS = {
-    "linear": """
-def __init__(self):
-    super().__init__()
-    self.lin = nn.Linear(6, 6)
-def forward(self, x):
-    return torch.tanh(self.lin(x))
-""",
-    "norm": """
-def __init__(self):
-    super().__init__()
-    self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 17, bias=False), nn.Linear(17, 6)
-def forward(self, x):
-    return x + self.down(F.gelu(self.up(self.norm(x))))
-""",
-    "scalar_and_rows": """
-def __init__(self):
-    super().__init__()
-    self.scale, self.rows = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(13, 6))
-def forward(self, x):
-    return x * self.scale + F.linear(F.linear(x, self.rows), self.rows.T)
-""",
-    "tied": """
-def __init__(self):
-    super().__init__()
-    self.encode, self.decode = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
-    self.decode.weight = self.encode.weight
-def forward(self, x):
-    return self.decode(torch.tanh(self.encode(x)))
-""",
-    "convolution": """
-def __init__(self):
-    super().__init__()
-    self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
-    self.back = nn.Conv2d(4, 2, 1)
-def forward(self, x):
-    return x + self.back(torch.relu(self.conv(x.view(-1, 2, 1, 3)))).reshape(-1, 6)
-""",
-    "embedding": """
-def __init__(self):
-    super().__init__()
-    self.table = nn.Embedding(11, 6)
-def forward(self, x):
-    return x + self.table((x.detach().abs() * 10).long() % 11).mean(1)
-""",
-    "adapter": """
-def __init__(self):
-    super().__init__()
-    self.base = nn.Linear(6, 6).requires_grad_(False)
-    self.a, self.b = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
-def forward(self, x):
-    return self.base(x) + self.b(self.a(x))
-""",
-    "function": """
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight.T, x.T @ grad
-def __init__(self):
-    super().__init__()
-    self.weight = nn.Parameter(torch.zeros(6, 6))
-def forward(self, x):
-    return torch.tanh(self.Product.apply(x, self.weight))
-""",
-    "single": """
-def __init__(self):
-    super().__init__()
-    self.lin = nn.Linear(6, 6)
-def double(self):
-    return self  # it stays in float32
-def forward(self, x):
-    return self.lin(x.float()).double()
-""",
-    "complex": """
-def __init__(self):
-    super().__init__()
-    self.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.complex128))
-def forward(self, x):
-    return torch.tanh((x.to(torch.complex128) @ self.weight).abs())
-""",
-    "empty": """
-def __init__(self):
-    super().__init__()
-    self.nothing, self.lin = nn.Parameter(torch.zeros(0, 6)), nn.Linear(6, 6)
-def forward(self, x):
-    return self.lin(torch.cat([x, self.nothing]))
-""",
-    "buffers": """
-def __init__(self):
-    super().__init__()
-    self.register_buffer("shift", torch.ones(6))
-    self.register_buffer("table", torch.arange(6.0), persistent=False)
-    self.weight = nn.Parameter(torch.zeros(6))
-def forward(self, x):
-    return x * self.weight + self.shift + self.table.to(x) * 0.01
-""",
-    "attention": """
-def __init__(self):
-    super().__init__()
-    self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-def forward(self, x):
-    rows = x.unsqueeze(1).expand(-1, 3, -1)
-    return x + self.attention(rows, rows, rows)[0].mean(1)  # as plain products
-""",
-    "called_twice": """
-def __init__(self):
-    super().__init__()
-    self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-def forward(self, x):
-    return self.inner(self.inner(x))
-""",
-    "checkpointed": """
-def __init__(self):
-    super().__init__()
-    self.inner = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
-def forward(self, x):
-    return checkpoint(self.inner, x, use_reentrant=False)
-""",
-    "unused": """
-def __init__(self):
-    super().__init__()
-    self.lin, self.unused = nn.Linear(6, 6, bias=False), nn.Linear(6, 4)
-    self.register_parameter("none", None)
-def forward(self, x):
-    return torch.relu_(self.lin(x)) + x
-""",
-    "containers": """
-def __init__(self):
-    super().__init__()
-    self.many = nn.ParameterList([torch.zeros(6, 2), torch.zeros(2, 6)])
-    self.named = nn.ParameterDict({"shift": torch.zeros(6)})
-def forward(self, x):
-    return torch.tanh(x @ self.many[0] @ self.many[1]) + self.named["shift"]
-""",
-    "parametrised": """
-def __init__(self):
-    super().__init__()
-    self.lin = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
-def forward(self, x):
-    return torch.tanh(self.lin(x))
-""",
-    "recurrent": """
-def __init__(self):
-    super().__init__()
-    self.cell = nn.GRUCell(6, 6)
-def forward(self, x):
-    return self.cell(x, torch.ones_like(x))
-""",
-    "sometimes_skipped": """
-def __init__(self):
-    super().__init__()
-    self.lin, self.calls = nn.Linear(6, 6), 0
-def forward(self, x):
-    return self.lin(x) if self.step % 2 == 0 else x
-step = 0
-""",
-    "object_out": """
-class Out:
-    def __init__(self, value):
-        self.value = value
-class Inner(nn.Linear):
-    def forward(self, x):
-        return Out(super().forward(x))
-def __init__(self):
-    super().__init__()
-    self.inner = self.Inner(6, 6)
-def forward(self, x):
-    return torch.tanh(self.inner(x).value)
-""".replace("class Out:", "global Out\nclass Out:"),
-}
 
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2", "hybrid_full")
@@ -202,6 +28,9 @@ OPTIONS = {
     "wrap=sw.wrap.by_class(Part0), activation_checkpointing=sw.ActivationCheckpointing(Part0)": 1,
     'offload="everything"': 2,
     "unsharded=800": 1,
+    "wrap=sw.wrap.automatic(joined_nbytes=400)": 2,
+    "prefetch=sw.Prefetch(forward=2, backward=2)": 2,
+    'offload="optimizer"': 1,
     'buffers="broadcast"': 1,
 }
 OPTIMIZERS = (
@@ -213,6 +42,11 @@ OPTIMIZERS = (
     "torch.optim.Adam(GROUPS, lr=0.01, eps=1e-4, amsgrad=True)",
     "torch.optim.RMSprop(GROUPS, lr=0.01, eps=1e-3)",
     "torch.optim.Adagrad(GROUPS, lr=0.02, eps=1e-4)",
+    "torch.optim.NAdam(GROUPS, lr=0.01, eps=1e-4)",
+    "torch.optim.RAdam(GROUPS, lr=0.01, eps=1e-4)",
+    "torch.optim.Adamax(GROUPS, lr=0.01, eps=1e-4)",
+    "torch.optim.Adadelta(GROUPS, lr=0.5, eps=1e-3)",
+    "torch.optim.ASGD(GROUPS, lr=0.02)",
 )
 GROUPS = (
     "net.parameters()",
@@ -238,7 +72,18 @@ LOSSES = (
     "both(net(x))",
     "net(x).square().mean() + net(x + 1).mean()",
     "penalty(net, x)",
+    "net(x).logsumexp(-1).mean()",
+    "(net(x) - net(x.flip(0)).detach()).square().mean()",
+    "F.cross_entropy(net(x), (x.detach().abs() * 10).long()[:, 0] % 3)",
+    "net(x).square().mean() * 0",
 )
+TOLERANCES = {"single": 1e-4, "bfloat": 5e-2}  # of a part that is not in float64
+# torch itself does not do these: a second derivative, a clamp of complex numbers, some dtypes.
+NOT_BY_TORCH = {
+    "reentrant": ("penalty(", "torch.autograd.grad("),
+    "encoder": ("penalty(",),
+    "complex": ("clamp", "fused", "Adadelta", "abs().max()"),
+}
 BEFORE_STEP = {
     "": 4,
     "env.see_gradients(net)": 3,
@@ -249,6 +94,12 @@ BEFORE_STEP = {
     "for p in net.parameters() if p.grad is not None]))": 1,
     "for param in net.parameters():\n"
     "    if param.grad is not None:\n        param.grad.mul_(0.5)": 1,
+    "for param in net.parameters():\n"
+    "    if param.grad is not None:\n        param.grad = param.grad * 0.5": 1,
+    "for param in net.parameters():\n    if param.ndim == 1:\n        param.grad = None": 1,
+    "torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)": 1,
+    "torch.nn.utils.clip_grad_value_(net.parameters(), 0.01)  # clamp": 1,
+    "optimizer.step()\nenv.clip(net, 0.1)": 1,
 }
 AFTER_STEP = {
     "": 6,
@@ -271,6 +122,14 @@ AFTER_STEP = {
     "    env.backward(lambda x: broken(net(x)), env.batch(7, 6))\n"
     "optimizer.zero_grad()": 2,
     "with torch.no_grad():\n    for param in net.parameters():\n        param.mul_(0.99)": 1,
+    "with torch.no_grad():\n    for param in net.parameters():\n        param.clamp_(-0.3, 0.3)": 1,
+    "for param in net.parameters():\n    param.data = param.data * 0.99": 1,
+    "net.zero_grad()\nenv.backward(lambda x: net(x).square().mean(), env.batch(5, 6))": 1,
+    "env.backward(lambda x: net(x).square().mean(), env.batch(5, 6))\noptimizer.zero_grad()": 1,
+    "for module in net.modules():\n    if isinstance(module, nn.Linear):\n"
+    "        nn.init.constant_(module.weight, 0.1)": 1,
+    "net.requires_grad_(False)\nenv.forward(net, env.batch(8, 6))\nnet.requires_grad_(True)": 1,
+    "env.relayout(net)\nenv.see_state(net, optimizer)": 1,
 }
 TEXT = """\
 import copy
@@ -338,6 +197,7 @@ def program_text(seed: int, world: int) -> str:
     """The source of program ``seed`` for ``world`` ranks."""
     draw = random.Random(seed)
     names = draw.choices(list(PARTS), k=draw.randint(1, 5))
+    never = tuple(word for name in dict.fromkeys(names) for word in NOT_BY_TORCH.get(name, ()))
     kinds = list(dict.fromkeys(names))
     classes = "\n\n".join(
         f"class Part{number}(nn.Module):  # {kind}\n{indent(PARTS[kind].strip(), '    ')}\n"
@@ -347,16 +207,16 @@ def program_text(seed: int, world: int) -> str:
     reads = " + x.mean() * sum(p.sum() for p in self.parts[0].parameters()).abs()"
     has_reads = draw.random() < 0.15
     groups = draw.choice(GROUPS)
-    optimizers = [one for one in OPTIMIZERS if "complex" not in names or "fused" not in one]
+    steps = range(draw.randint(2, 5))
     return TEXT.format(
         classes=classes,
         parts=", ".join(f"Part{kinds.index(name)}()" for name in names),
         reads=reads if has_reads else "",
         arguments=_arguments(draw),
-        optimizer=draw.choice(optimizers).replace("GROUPS", groups),
-        loop=indent("".join(_step(draw, step) for step in range(draw.randint(2, 5))), "    "),
+        optimizer=draw.choice(_without(never, OPTIMIZERS)).replace("GROUPS", groups),
+        loop=indent("".join(_step(draw, step, never) for step in steps), "    "),
         world=world,
-        tolerance=1e-4 if "single" in names else 1e-8,
+        tolerance=max(TOLERANCES.get(name, 1e-8) for name in names),
     )
 
 
@@ -370,14 +230,19 @@ def _arguments(draw: random.Random) -> str:
     return f', strategy="{strategy}"{mesh}' + (f", {option}" if option else "")
 
 
-def _step(draw: random.Random, step: int) -> str:
+def _step(draw: random.Random, step: int, never: tuple[str, ...]) -> str:
     passes = ACCUMULATED if draw.random() < 0.25 else STEP
-    text = passes.replace("LOSS", draw.choice(LOSSES))
-    text += _weighted(draw, BEFORE_STEP) + "\noptimizer.step()\n"
+    text = passes.replace("LOSS", draw.choice(_without(never, LOSSES)))
+    text += _weighted(draw, BEFORE_STEP, never) + "\noptimizer.step()\n"
     text += draw.choice(("optimizer.zero_grad()\n", "optimizer.zero_grad(set_to_none=False)\n"))
-    text += _weighted(draw, AFTER_STEP) + "\n"
+    text += _weighted(draw, AFTER_STEP, never) + "\n"
     return text.replace("{step}", str(step)).replace("{number}", str(draw.randint(0, 99)))
 
 
-def _weighted(draw: random.Random, choices: dict[str, int]) -> str:
-    return draw.choices(list(choices), weights=list(choices.values()))[0]
+def _weighted(draw: random.Random, choices: dict[str, int], never: tuple[str, ...] = ()) -> str:
+    allowed = _without(never, choices)
+    return draw.choices(allowed, weights=[choices[text] for text in allowed])[0]
+
+
+def _without(never: tuple[str, ...], choices: Iterable[str]) -> list[str]:
+    return [text for text in choices if not any(word in text for word in never)]

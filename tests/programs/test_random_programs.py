@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.plan import in_slot
-from tests.programs.__main__ import judged
+from tests.programs.__main__ import Transport, judged
+from tests.programs.processes import Verdict
 
 REFUSED = (
     "which safetensors has no name for",  # complex numbers in a checkpoint
@@ -13,13 +14,17 @@ REFUSED = (
 )
 
 
+def is_right(verdict: Verdict) -> bool:
+    known = verdict.word == "refused" and any(reason in verdict.why for reason in REFUSED)
+    return known or verdict.word == "equal"
+
+
 @pytest.mark.parametrize(
     "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.prove) for seed in range(15, 300))]
 )
 def test_a_random_program_is_equal_to_one_process_or_refused(seed: int) -> None:
     verdict, text = judged(seed)
-    known = verdict.word == "refused" and any(reason in verdict.why for reason in REFUSED)
-    assert known or verdict.word == "equal", f"{verdict}\n\n{text}"
+    assert is_right(verdict), f"{verdict}\n\n{text}"
 
 
 @pytest.mark.parametrize(
@@ -32,3 +37,12 @@ def test_so_it_is_where_every_weights_gradient_is_computed_in_its_slot(
     """What is done for large matrices alone, done for all."""
     monkeypatch.setattr(in_slot, "LARGE", 1)
     test_a_random_program_is_equal_to_one_process_or_refused(seed)
+
+
+@pytest.mark.parametrize("transport", ["memory", "messages"])
+@pytest.mark.parametrize(
+    "seed", [1, 5, *(pytest.param(seed, marks=pytest.mark.prove) for seed in range(300, 400))]
+)
+def test_so_it_is_on_ranks_that_are_processes(seed: int, transport: Transport) -> None:
+    verdict, text = judged(seed, transport)
+    assert is_right(verdict), f"{verdict}\n\n{text}"
