@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,3 +296,23 @@ def test_a_replaced_parameter_of_a_users_own_class_is_kept_too() -> None:
             return list(model.target.tolist())
 
     assert run_threads(2, rank) == [[4.0 * number for number in range(10)]] * 2
+
+
+def set_to_itself(model: Writing) -> None:
+    model.target.set_(model.target)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "full_shard"])
+def test_what_is_set_to_itself_is_not_written(strategy: str, tmp_path: Path) -> None:
+    """As ``parametrize`` does, and so adapters of experts: no save in the background held."""
+
+    def rank(comm: Comm) -> None:
+        model = Writing(set_to_itself)
+        sharded = sw.shard(model, strategy, comm=comm)
+        for step in range(2):
+            saving = sharded.save_async(tmp_path / f"step-{step}")
+            assert saving is not None
+            model(torch.ones(2, 4)).backward()
+            saving.wait()
+
+    run_threads(2, rank)

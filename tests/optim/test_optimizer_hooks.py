@@ -625,8 +625,7 @@ def test_state_of_another_number_of_ranks_is_refused() -> None:
     assert said(sw.ShardwiseError, optimizer.step) == (
         "state 'exp_avg' of parameter 'weight' is of other ranks, or has no value for each "
         "element and cannot be cut. Load full state, as optimizer.state_dict() gives it, or use "
-        "sharded.load_optimizer_state_dict() or load(). Its shape is (4, 6); the shard here is "
-        "(32, 1) of (6, 6)."
+        "sharded.load(). Its shape is (4, 6); the shard here is (32, 1) of (6, 6)."
     )
 
 

@@ -51,6 +51,8 @@ def _checked(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
     def write(self: GatheredParameter, *args: Any, **kwargs: Any) -> Any:
+        if name == "set_" and args and args[0] is self:  # by ``parametrize``, at each forward
+            return self
         if name != "detach" or internals.graph_task() == -1:
             self.before_write()
         return method(self, *args, **kwargs)

@@ -71,8 +71,8 @@ def _misfit(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -
     return (
         f"state {name!r} of parameter {sharding.name!r} is of other ranks, or has no value for "
         "each element and cannot be cut. Load full state, as optimizer.state_dict() gives it, or "
-        f"use sharded.load_optimizer_state_dict() or load().{OF_RANK}{tuple(value.shape)}; "
-        f"the shard here is {tuple(param.shape)} of {tuple(sharding.shape)}."
+        f"use sharded.load().{OF_RANK}{tuple(value.shape)}; the shard here is "
+        f"{tuple(param.shape)} of {tuple(sharding.shape)}."
     )
 
 

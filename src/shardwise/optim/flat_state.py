@@ -89,10 +89,7 @@ class FlatState:
                     of_param[name] = self.state(name, at).fill_(float(value))
                 elif isinstance(value, Tensor) and name != KEY:  # it has a dtype of its own
                     if value.shape != (shape := self.values[at].shape):
-                        text = f"state {name!r} has shape {tuple(value.shape)}; the shard here is"
-                        raise OptimizerError(
-                            f"{text} {tuple(shape)}. Load it by load_state_dict()."
-                        )
+                        raise OptimizerError(f"state {name!r} is {value.shape}, its shard {shape}.")
                     of_param[name] = self.state(name, at).copy_(value)
             self._show(param, of_param)
         self._version = get_version(self.steps)
