@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -191,13 +191,28 @@ def test_the_sum_over_ranks_is_one_operation_however_many_there_are() -> None:
     assert operations(1024) == operations(2)
 
 
-@pytest.mark.parametrize("norm_type", [0.0, -1.0, float("nan")])
-def test_what_is_no_norm_is_refused(norm_type: float) -> None:
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"), [(1.0, 0.0), (1.0, -1.0), (1.0, nan), (-1.0, 2.0), (nan, 2.0)]
+)
+def test_what_is_no_norm_is_refused(max_norm: float, norm_type: float) -> None:
     sharded = sw.shard(nets.decoder())
-    text = said(sw.ConfigError, lambda: sharded.clip_grad_norm_(1.0, norm_type))
+    text = said(sw.ConfigError, lambda: sharded.clip_grad_norm_(max_norm, norm_type))
     assert text == (
-        f"norm_type is {norm_type}; a norm needs a p above 0, such as 2 or float('inf')."
+        f"max_norm ({max_norm}) must be at least 0, and norm_type ({norm_type}) above 0."
     )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_clips_at_another_norm_is_named_in_the_next_step(strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sharded = sw.shard(model, strategy, comm=comm)
+        train(model, DECODER.batch(comm.rank, 2))
+        sharded.clip_grad_norm_(0.5 if comm.rank else 1.0)
+        return said(sw.RanksDisagree, lambda: train(model, DECODER.batch(comm.rank, 2)))
+
+    for text in on_ranks(2, DECODER.build, rank):
+        assert "used parameters, after 1 × clip_grad_norm_(1) (" in text
+        assert "used parameters, after 1 × clip_grad_norm_(0.5) (" in text
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])

@@ -196,12 +196,12 @@ class Sharded:
             parameters: the parameters whose gradients are clipped; ``None`` = all.
 
         Raises:
-            ConfigError: ``norm_type`` is no p, or a parameter is not of this model.
+            ConfigError: ``max_norm`` or ``norm_type`` is none, or a parameter is not of this model.
 
         Returns:
             The norm before clipping: 0-dim, fp32, the same on every rank.
         """
-        self.runtime.expect_update()
+        self.runtime.expect_update(f"clip_grad_norm_({max_norm:.6g})")
         places = self._places.values() if parameters is None else chosen(self._places, parameters)
         return clip_gradients(places, self.comm, float(max_norm), float(norm_type))
 

@@ -59,11 +59,11 @@ def clip_gradients(
         The norm before clipping, 0-dim, the same on every rank: fp32, or fp64 if a parameter is.
 
     Raises:
-        ConfigError: ``norm_type`` is not above 0.
+        ConfigError: ``max_norm`` is below 0, or ``norm_type`` is not above 0.
     """
-    if not norm_type > 0:
+    if not (norm_type > 0 and max_norm >= 0):
         raise ConfigError(
-            f"norm_type is {norm_type}; a norm needs a p above 0, such as 2 or float('inf')."
+            f"max_norm ({max_norm}) must be at least 0, and norm_type ({norm_type}) above 0."
         )
     with disable_torch_function():
         parts = (part for place in places for part in _parts(place))
