@@ -11,12 +11,13 @@ from tests.programs.processes import Verdict
 REFUSED = (
     "which safetensors has no name for",  # complex numbers in a checkpoint
     "unsharded=800 has no effect",
+    "'_weight_norm' needs the full tensor",  # a weight that is computed when it is read
 )
 
 
 def is_right(verdict: Verdict) -> bool:
     known = verdict.word == "refused" and any(reason in verdict.why for reason in REFUSED)
-    return known or verdict.word == "equal"
+    return known or verdict.word in ("equal", "impossible")
 
 
 @pytest.mark.parametrize(
