@@ -5,6 +5,7 @@ They sometimes compute something else where two threads call them at once, also 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
@@ -13,25 +14,23 @@ import pytest
 ONE_AT_A_TIME = Lock()
 
 
+def alone(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, by one rank at a time."""
+
+    def locked(*args: Any, **options: Any) -> Any:
+        with ONE_AT_A_TIME:
+            return call(*args, **options)
+
+    return locked
+
+
 def updating_alone(optimizer: Any) -> Any:
     """Let no two ranks update a parameter at once; what else a step does, they may do together."""
-    update = optimizer.update_step
-
-    def locked(*args: Any) -> None:
-        with ONE_AT_A_TIME:
-            update(*args)
-
-    optimizer.update_step = locked
+    optimizer.update_step = alone(optimizer.update_step)
     return optimizer
 
 
 @pytest.fixture(name="one_at_a_time")
 def quantising_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     functional = pytest.importorskip("bitsandbytes").functional
-    quantize = functional.quantize_blockwise
-
-    def locked(*args: Any, **options: Any) -> Any:
-        with ONE_AT_A_TIME:
-            return quantize(*args, **options)
-
-    monkeypatch.setattr(functional, "quantize_blockwise", locked)
+    monkeypatch.setattr(functional, "quantize_blockwise", alone(functional.quantize_blockwise))
