@@ -345,9 +345,9 @@ def _plain(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
 def _update_of(optimizer: Optimizer) -> str:
     """The class and learning rates of a step, which are to be alike on all ranks."""
     # Of one schedule, hosts with other mathematical libraries may differ in the last digits.
-    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
-    on_host = [r for r in rates if isinstance(r, int | float) or getattr(r, "is_cpu", False)]
-    texts = dict.fromkeys(f"{float(rate):.6g}" for rate in on_host)
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    known = [r for r in rates if isinstance(r, int | float) or (isinstance(r, Tensor) and r.is_cpu)]
+    texts = dict.fromkeys(f"{float(rate):.6g}" for rate in known)
     return f"{type(optimizer).__name__}.step() with lr {', '.join(texts)}"
 
 
