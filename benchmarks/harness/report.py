@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -20,8 +20,11 @@ Cell = str | int | float | None
 """``None`` where something was not measured."""
 Row = dict[str, Cell]
 """Column → number."""
-# In a Markdown file: the name of a report beside it, and the report as its command prints it.
-BLOCK = re.compile(r"^<!-- (\S+\.json) -->\n```text\n.*?^```$", re.MULTILINE | re.DOTALL)
+PARTS = ("tables", "notes")
+# In a Markdown file: a report's name, its parts if not all are shown, and what its command prints.
+BLOCK = re.compile(
+    r"^<!-- (\S+\.json)(?:: ([^\n]+))? -->\n```text\n.*?^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,20 @@ class Report:
     notes: tuple[str, ...] = ()  # what the columns mean, and what follows from the numbers
     failures: int = 0  # what was not as it must be, whatever the numbers
 
+    def part(self, names: Sequence[str]) -> Report:
+        """``tables`` are all of them, ``notes`` are these, another name is how a title begins.
+
+        Raises:
+            ValueError: no title begins with a name.
+        """
+        begins = [name for name in names if name not in PARTS]
+        for name in begins:
+            if not any(table.title.startswith(name) for table in self.tables):
+                raise ValueError(f"no table's title begins with {name!r}")
+        shown = self.tables if "tables" in names else ()
+        shown = shown or tuple(t for t in self.tables if t.title.startswith(tuple(begins)))
+        return replace(self, tables=shown, notes=self.notes if "notes" in names else ())
+
     def lines(self) -> list[str]:
         """As plain text."""
         text = [str(self.machine), *self.settings]
@@ -128,7 +145,9 @@ def with_tables(text: str, folder: Path) -> str:
     """``text`` with each ``BLOCK`` as the report says that it names; paths from ``folder``."""
 
     def renewed(block: re.Match[str]) -> str:
-        lines = "\n".join(read(folder / block[1]).lines())
-        return f"<!-- {block[1]} -->\n```text\n{lines}\n```"
+        report = read(folder / block[1])
+        shown = report.part(block[2].split("; ")) if block[2] else report
+        head = block[0].partition("\n")[0]
+        return "\n".join([head, "```text", *shown.lines(), "```"])
 
     return BLOCK.sub(renewed, text)

@@ -139,7 +139,7 @@ def test_results_are_what_was_recorded() -> None:
 
 
 def test_every_recorded_report_has_its_table() -> None:
-    named = set(re.findall(r"<!-- (\S+\.json) -->", RESULTS))
+    named = set(re.findall(r"<!-- (\S+\.json)(?:: .*)? -->", RESULTS))
     assert named == {f"results/{path.name}" for path in (FOLDER / "results").glob("*.json")}
 
 
@@ -152,3 +152,23 @@ def test_a_table_is_renewed_and_what_is_around_it_stays(tmp_path: Path) -> None:
     assert "old" not in renewed
     assert "123" in renewed
     assert with_tables(renewed, tmp_path) == renewed
+
+
+@pytest.mark.parametrize(
+    ("parts", "with_table", "with_notes"),
+    [
+        ("tables", True, False),
+        ("notes", False, True),
+        (f"notes; {REPORT.tables[0].title[:3]}", True, True),
+    ],
+)
+def test_a_part_of_a_report_is_shown(
+    tmp_path: Path, parts: str, *, with_table: bool, with_notes: bool
+) -> None:
+    reports.write(REPORT, tmp_path / "a.json")
+    text = with_tables(f"<!-- a.json: {parts} -->\n```text\n```\n", tmp_path)
+    assert text.startswith(f"<!-- a.json: {parts} -->\n```text\n{REPORT.machine}\n")
+    assert ("\n".join(REPORT.tables[0].lines()) in text) == with_table
+    assert ("\n".join(REPORT.notes) in text) == with_notes
+    with pytest.raises(ValueError, match="no table's title begins with 'tale'"):
+        with_tables("<!-- a.json: tale -->\n```text\n```\n", tmp_path)
