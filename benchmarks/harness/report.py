@@ -20,7 +20,7 @@ Cell = str | int | float | None
 """``None`` where something was not measured."""
 Row = dict[str, Cell]
 """Column → number."""
-PARTS = ("tables", "notes")
+PARTS = ("head", "tables", "notes")
 # In a Markdown file: a report's name, its parts if not all are shown, and what its command prints.
 BLOCK = re.compile(
     r"^<!-- (\S+\.json)(?:: ([^\n]+))? -->\n```text\n.*?^```$", re.MULTILINE | re.DOTALL
@@ -89,7 +89,7 @@ class Report:
     failures: int = 0  # what was not as it must be, whatever the numbers
 
     def part(self, names: Sequence[str]) -> Report:
-        """``tables`` are all of them, ``notes`` are these, another name is how a title begins.
+        """The ``head`` alone, ``tables``, ``notes``, or tables whose titles begin with a name.
 
         Raises:
             ValueError: no title begins with a name.

@@ -157,6 +157,7 @@ def test_a_table_is_renewed_and_what_is_around_it_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "with_table", "with_notes"),
     [
+        ("head", False, False),
         ("tables", True, False),
         ("notes", False, True),
         (f"notes; {REPORT.tables[0].title[:3]}", True, True),
