@@ -24,6 +24,10 @@ def test_packing_is_yes_no_or_a_word() -> None:
             {"format": "alpaca", "source": "a", "columns": {"answer": "x"}},
             "columns has 'answer', which alpaca does not read; its columns are instruction",
         ),
+        (
+            {"format": "alpaca", "source": "a.jsonl.gz", "split": "test"},
+            "split is 'test', and source a.jsonl.gz is one file, all rows of which are read; leave",
+        ),
     ],
 )
 def test_keys_that_the_format_does_not_read(given: dict[str, Any], message: str) -> None:

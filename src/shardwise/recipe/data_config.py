@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -96,6 +97,13 @@ class DataConfig(Section):
             raise ConfigError(
                 f"format is {self.format} and source is stdlib, which is text; name the samples "
                 f"with data.source: a file or folder of JSONL or parquet, or {HUB}OWNER/NAME."
+            )
+        is_local = not self.source.startswith(HUB)
+        is_file = PurePath(self.source.removesuffix(".gz")).suffix in BUILDERS
+        if is_local and is_file and self.split != fields["split"].default:
+            raise ConfigError(
+                f"split is {self.split!r}, and source {self.source} is one file, all rows of which "
+                "are read; leave data.split out, or name a folder or data set with that split."
             )
         for name in self.columns:
             if name not in COLUMNS[self.format]:
