@@ -85,8 +85,8 @@ def _of_the_dead(first: Attempt, case: Case) -> Iterator[str]:
 
 def _newest(run: Path) -> int | None:
     """The step of the newest checkpoint that has, or had, its name."""
-    found = [step_of(path.name) for path in checkpoints(run)] if run.is_dir() else []
-    return found[0] if found else None
+    steps = [step_of(path.name) for path in checkpoints(run)] if run.is_dir() else []
+    return steps[0] if steps else None
 
 
 def _of_the_living(
@@ -133,8 +133,8 @@ def leftovers(run: Path, how: SaveMode, resumed: int | None) -> Iterator[str]:
     first = STEPS - how.limit if how.limit else 0
     kept = {*range(first + 1, STEPS + 1), *([resumed] if resumed else [])}
     should = {"latest", *(f"step-{step}" for step in kept)}
-    there = {path.name for path in run.iterdir()}
-    if there != should:
-        yield f"the folder holds {sorted(there)}, and should hold {sorted(should)}"
+    names = {path.name for path in run.iterdir()}
+    if names != should:
+        yield f"the folder holds {sorted(names)}, and should hold {sorted(should)}"
     if target_of(run) != f"step-{STEPS}":
         yield f"latest points at {target_of(run)}"

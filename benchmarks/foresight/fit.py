@@ -57,8 +57,8 @@ class Fitted:
 
     def _of(self, accelerator: str, name: str) -> float:
         key = accelerator, name
-        there = key in self.names
-        return _prior(name) * math.exp(self.logarithms[self.names.index(key)] if there else 0.0)
+        is_fitted = key in self.names
+        return _prior(name) * math.exp(self.logarithms[self.names.index(key)] if is_fitted else 0.0)
 
     def error(self, plan: Plan) -> float:
         """The logarithm of forecast over measured throughput."""

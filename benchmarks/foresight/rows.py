@@ -166,15 +166,15 @@ def _check(row: Row) -> None:
     several = [axis for axis in parallel if (number(row, axis) or 1) > 1]
     if several:
         raise Inexpressible("tensor, pipeline, context or expert parallel")
-    told = row["strategy"].lower()
+    strategy = row["strategy"].lower()
     if re.match("inference|eval|generat|prefill|decod|serv", row["task"].lower()):
         raise Inexpressible("nothing is trained")
-    if re.search(OTHER_LAYOUTS, told):
+    if re.search(OTHER_LAYOUTS, strategy):
         raise Inexpressible("the layout is not stated, or not data-parallel alone")
     held = row["offload"].lower()
-    if not (held in UNSAID or re.fullmatch("act(ivations?)?", held)) or "offload" in told.replace(
-        "act offload", ""
-    ):
+    if not (
+        held in UNSAID or re.fullmatch("act(ivations?)?", held)
+    ) or "offload" in strategy.replace("act offload", ""):
         raise Inexpressible("parameters or the optimizer are in host memory")
     if "outlier" in row["quality"]:
         raise Inexpressible("an outlier in its own table")

@@ -151,7 +151,7 @@ CHECKPOINTING: Mapping[str, Checkpointing] = {  # by the beginning; else it is "
 
 def software_of(row: Row, layers: int) -> Software:
     """What computes a row, of a model with so many layers."""
-    used, framework = _stage(row, _told(row, layers, _usual(row))), row["framework"].lower()
+    used, framework = _stage(row, _stated(row, layers, _usual(row))), row["framework"].lower()
     if framework.startswith("torchtitan") and _year(row) >= 2025:  # the loss is compiled too
         return replace(used, apart=True, logits="fused" if used.compiled else used.logits)
     if framework.startswith("prime-rl") and rank_of(row, used.adapters):
@@ -168,18 +168,18 @@ def _usual(row: Row) -> Software:
         if re.search(AROUND, framework):
             usual = replace(usual, logits="held", adapters=PEFT, lists="deepspeed" not in framework)
     for name, column, pattern, other in OTHERWISE:
-        if re.search(name, framework) and re.search(pattern, _said(row, column)):
+        if re.search(name, framework) and re.search(pattern, _cells(row, column)):
             usual = replace(usual, **other)
     return usual
 
 
-def _said(row: Row, column: str) -> str:
+def _cells(row: Row, column: str) -> str:
     """A cell in small letters; ``"text"``: all that say what computes."""
     columns = ("framework", "strategy", "notes") if column == "text" else (column,)
     return " ".join(row[name] for name in columns).lower()
 
 
-def _told(row: Row, layers: int, usual: Software) -> Software:
+def _stated(row: Row, layers: int, usual: Software) -> Software:
     """The same with what the row says."""
     policy = row["act_ckpt"].lower()
     changes: dict[str, Any] = {"fused": _fuses(row)}
@@ -206,7 +206,7 @@ def _of_loss(row: Row, used: Software) -> Logits:
     4.45; a loop of torch's own takes what comes.
     """
     framework = row["framework"].lower()
-    if used.autocast or not (used.stored == "bfloat16" or "deepspeed" in _said(row, "text")):
+    if used.autocast or not (used.stored == "bfloat16" or "deepspeed" in _cells(row, "text")):
         return used.logits
     left = "loop" in framework or re.match(GPT_2, row["model"].lower())
     if used.logits == "held" and left:
@@ -225,10 +225,10 @@ def _narrow(row: Row, adapters: Adapters) -> bool:
 
 def _stage(row: Row, used: Software) -> Software:
     """The same, where a row adds a technique to those before."""
-    told = row["strategy"].lower()
-    if "cumulative" not in told:
+    strategy = row["strategy"].lower()
+    if "cumulative" not in strategy:
         return used
-    stage = next((n for n, name in enumerate(STAGES) if name in told), 0)
+    stage = next((n for n, name in enumerate(STAGES) if name in strategy), 0)
     return replace(
         used,
         compiled=stage >= 1,
@@ -241,12 +241,12 @@ def _stage(row: Row, used: Software) -> Software:
 
 def _fuses(row: Row) -> bool:
     """Is attention one kernel? FlashAttention is of June 2022, and later where code is eager."""
-    told = f"{_said(row, 'text')} {_said(row, 'source')}"
-    if re.search(UNFUSED, told):
+    text = f"{_cells(row, 'text')} {_cells(row, 'source')}"
+    if re.search(UNFUSED, text):
         return False
-    if re.search(r"flash|sdpa|xformers", told):
+    if re.search(r"flash|sdpa|xformers", text):
         return True
-    written = re.search(r"arxiv\D{0,8}(\d{4})\.\d{4}", told)
+    written = re.search(r"arxiv\D{0,8}(\d{4})\.\d{4}", text)
     if written is not None and written[1] < "2206":
         return False
     framework = row["framework"].lower()
@@ -277,8 +277,8 @@ def rank_of(row: Row, usual: Adapters) -> int:
 
 def quantized(row: Row) -> bool:
     """Are frozen weights in 4 bits?"""
-    told = row["precision"].lower()
-    return "qlora" in row["task"].lower() or re.search(r"\bnf4|int4|4-?bit", told) is not None
+    precision = row["precision"].lower()
+    return "qlora" in row["task"].lower() or re.search(r"\bnf4|int4|4-?bit", precision) is not None
 
 
 def _year(row: Row) -> int:

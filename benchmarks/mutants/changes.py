@@ -36,8 +36,8 @@ class Mutant:
 
 def mutants_of(file: str, code: str) -> list[Mutant]:
     """Every mutant of a file with this ``code``."""
-    found = enumerate(changes(ast.parse(code)))
-    return [Mutant(file, line, change, index) for index, (line, change, _) in found]
+    numbered = enumerate(changes(ast.parse(code)))
+    return [Mutant(file, line, change, index) for index, (line, change, _) in numbered]
 
 
 def mutated(mutant: Mutant, code: str) -> str:

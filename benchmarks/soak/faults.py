@@ -113,6 +113,6 @@ def _wait_until_named(scene: Scene, chance: Random) -> None:
     seconds = chance.choice((SHORT, LONG))
     before = [len(text) for text in scene.texts()]
     time.sleep(seconds)
-    said = "".join(text[n:] for text, n in zip(scene.texts(), before, strict=True))
-    if seconds == LONG and not any(words in said for words in NAMED):
+    printed = "".join(text[n:] for text, n in zip(scene.texts(), before, strict=True))
+    if seconds == LONG and not any(words in printed for words in NAMED):
         raise Stuck(f"nobody was named within {seconds:.0f} s")

@@ -162,13 +162,13 @@ class Scene:
 
     def sample(self) -> dict[tuple[str, int], Row]:
         """Memory, open files and threads of each process, by its name and number."""
-        found: dict[tuple[str, int], Row] = {}
+        resources: dict[tuple[str, int], Row] = {}
         for number in range(2):
             named = {"rank": self.rank(number), "torchrun": self.launcher(number)}
             for name, process in named.items():
                 with suppress(OSError, KeyError):  # it has just ended
-                    found[f"{name} {number}", process] = _resources(process)
-        return found
+                    resources[f"{name} {number}", process] = _resources(process)
+        return resources
 
 
 class Silence(threading.Thread):

@@ -104,20 +104,20 @@ def run(config: Config, log: Log) -> Iterator[Report]:
 def seconds(program: Program) -> dict[str, float]:
     """Seconds of each phase, and of processor time. The command is ended after the last one."""
     before = _work_of_ended()
-    start, times, said = perf_counter(), dict[str, float](), list[str]()
+    start, times, printed = perf_counter(), dict[str, float](), list[str]()
     waited, settings = [*program.ends], {**os.environ}
     settings.pop("PYTHONDONTWRITEBYTECODE", None)  # ours is compiled once, as what pip installs
     with _started(program.command, settings) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            said.append(line)
+            printed.append(line)
             if waited and re.match(program.ends[waited[0]], line):
                 now = perf_counter()
                 times[waited.pop(0)], start = now - start, now
                 if not waited:
                     process.send_signal(signal.SIGQUIT)
     if waited:
-        raise RuntimeError(f"{program.command} ended before {waited[0]}: {''.join(said[-20:])}")
+        raise RuntimeError(f"{program.command} ended before {waited[0]}: {''.join(printed[-20:])}")
     return {**times, "CPU s": _work_of_ended() - before}
 
 

@@ -15,7 +15,7 @@ from tests.plugins import write_plugins
 
 
 @pytest.mark.parametrize(
-    ("found", "needed", "fits"),
+    ("installed", "needed", "fits"),
     [
         ("2.13.0+cpu", ">=2.11", True),
         ("2.9.1", ">=2.11", False),
@@ -24,8 +24,8 @@ from tests.plugins import write_plugins
         ("1.19.0", "", True),
     ],
 )
-def test_a_version_fits_or_does_not(found: str, needed: str, fits: bool) -> None:
-    assert Package("one", found, needed).fits is fits
+def test_a_version_fits_or_does_not(installed: str, needed: str, fits: bool) -> None:
+    assert Package("one", installed, needed).fits is fits
 
 
 def test_a_package_of_an_extra_may_be_absent_but_not_too_old() -> None:
@@ -34,14 +34,14 @@ def test_a_package_of_an_extra_may_be_absent_but_not_too_old() -> None:
 
 
 def test_what_is_installed_here_fits() -> None:
-    found = {one.name: one for one in packages()}
-    assert found["torch"].needed == ">=2.11"
-    assert (found["peft"].needed, found["peft"].extra) == (">=0.21", "peft")
-    assert {"transformers", "bitsandbytes", "datasets"} <= set(found)
+    known = {one.name: one for one in packages()}
+    assert known["torch"].needed == ">=2.11"
+    assert (known["peft"].needed, known["peft"].extra) == (">=0.21", "peft")
+    assert {"transformers", "bitsandbytes", "datasets"} <= set(known)
     # The wheel's own record may leave out what it was built for, such as +cu132.
-    assert torch.__version__.startswith(found["torch"].found)
-    assert found["torch"].tested == NEWEST_TESTED
-    assert [one.name for one in found.values() if not one.fits] == []
+    assert torch.__version__.startswith(known["torch"].installed)
+    assert known["torch"].tested == NEWEST_TESTED
+    assert [one.name for one in known.values() if not one.fits] == []
 
 
 def test_every_row_says_what_it_is_that_is_missing() -> None:

@@ -136,13 +136,13 @@ def test_workers_that_meet_begin_together() -> None:
             joining = leader.joining(0, expected=True)
             assert joining is not None
             leader.admit(joining, [])
-            assert link.told().kind == "welcome"
+            assert link.next_message().kind == "welcome"
         met = pool.submit(leader.joining, 0, expected=True)
         others[0].ready(forgets=False)
-        begun = pool.submit(others[0].told)
+        begun = pool.submit(others[0].next_message)
         assert not wait([begun], 0.3).done
         others[1].ready(forgets=False)
-        assert begun.result(5).kind == others[1].told().kind == "go"
+        assert begun.result(5).kind == others[1].next_message().kind == "go"
         assert met.result(5) is None
         assert leader.present == [0, 1, 2]
 

@@ -73,27 +73,36 @@ def _accelerator(device: str | None) -> Accelerator:
 
 
 def _look(device: str | None, output: Path | None) -> None:
-    found, seen = packages(), [devices(known.device) for known in ROWS]
-    for lines in (_package_lines(found), _device_lines(seen), _variable_lines()):
+    installed, seen = packages(), [devices(known.device) for known in ROWS]
+    for lines in (_package_lines(installed), _device_lines(seen), _variable_lines()):
         click.echo("\n".join([*lines, ""]))
     ours = _accelerator(device)
     here = next(one for one in seen if one.accelerator is ours)
     click.echo(f"here      ranks use {here.accelerator.device} over {here.backend or 'nothing'}")
     if output:
-        facts = {**_facts(found), "devices": {one.accelerator.device: one.names for one in seen}}
+        facts = {
+            **_facts(installed),
+            "devices": {one.accelerator.device: one.names for one in seen},
+        }
         _write(output, facts)
     if launch := read_launch(os.environ):  # or why a launcher's variables start no run
         where = f", which meet at {launch.address}:{launch.port}" if launch.address else ""
         click.echo(f"launch    rank {launch.rank} of {launch.size}{where}")
         click.echo(f"meeting   {probe(launch)}" if where else "meeting   no address is set")
-    if unfit := [one.name for one in found if not one.fits]:
+    if unfit := [one.name for one in installed if not one.fits]:
         raise ShardwiseError(f"missing, or too old: {', '.join(unfit)}. Install what is needed.")
 
 
-def _package_lines(found: Sequence[Package]) -> list[str]:
+def _package_lines(installed: Sequence[Package]) -> list[str]:
     rows = [
-        (one.name, one.found or "none", one.needed, one.tested, "" if one.fits else _install(one))
-        for one in found
+        (
+            one.name,
+            one.installed or "none",
+            one.needed,
+            one.tested,
+            "" if one.fits else _install(one),
+        )
+        for one in installed
     ]
     return table(rows, ["package", "found", "needed", "newest tested", ""], left=5)
 
@@ -186,8 +195,8 @@ class _Page:
 
 def _result_line(result: Result) -> str:
     verdict = "pass" if result.passed else "FAIL"
-    said = f"expected {result.expected}; found {result.found}"
-    return f"{verdict}  {result.name:<20}  {said} ({result.seconds:.1f} s)"
+    text = f"expected {result.expected}; found {result.found}"
+    return f"{verdict}  {result.name:<20}  {text} ({result.seconds:.1f} s)"
 
 
 def _cost_line(cost: StepCost) -> str:
@@ -197,13 +206,13 @@ def _cost_line(cost: StepCost) -> str:
     return f"step  {cost.strategy:<20}  {expected}; found {peak}, {cost.milliseconds:.2f} ms"
 
 
-def _facts(found: Sequence[Package]) -> dict[str, Any]:
+def _facts(installed: Sequence[Package]) -> dict[str, Any]:
     return {
         "format": "shardwise conformance 2",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "shardwise": __version__,
         "torch": torch.__version__,
-        "packages": {one.name: one.found for one in found},
+        "packages": {one.name: one.installed for one in installed},
         "environment": {one.name: one.value for one in variables() if one.value is not None},
     }
 

@@ -85,18 +85,18 @@ def _variables(options: NodesOptions) -> dict[str, str] | None:
 
 
 def _tell(findings: Sequence[Finding]) -> None:
-    for found in findings:
-        click.echo(_text(found))
+    for finding in findings:
+        click.echo(_text(finding))
 
 
-def _text(found: Finding) -> str:
-    level = "PROBLEM" if found.stops else "note   "
-    return f"{level}  {found.what}\n    why     {found.why}\n    change  {found.change}"
+def _text(finding: Finding) -> str:
+    level = "PROBLEM" if finding.stops else "note   "
+    return f"{level}  {finding.what}\n    why     {finding.why}\n    change  {finding.change}"
 
 
 def _show(report: Report, launch: Launch, path: Path) -> None:
     """Print and write what was found, on rank 0; the others say where it is."""
-    problems = [found.what for found in report.findings if found.stops]
+    problems = [finding.what for finding in report.findings if finding.stops]
     if launch.rank == 0:
         _tell(report.findings)
         click.echo("\n".join(["", *_node_lines(report), "", *_link_lines(report)]))

@@ -164,8 +164,8 @@ def _torchrun(plan: LaunchPlan, options: LaunchOptions) -> None:
             here is not None and here.address in (plan.hosts or (plan.address,))[node : node + 1]
         )
         click.echo(f"\nor, on node {node}{', this one' * is_here}:\n")
-        found = _interface_variables(plan.device, here.name) if here and is_here else {}
-        own = replace(plan, variables=found | plan.variables)
+        variables = _interface_variables(plan.device, here.name) if here and is_here else {}
+        own = replace(plan, variables=variables | plan.variables)
         click.echo(f"  {torchrun.line(own, node)}")
     click.echo("\nThe same lines resume the run. The token is secret: it lets a process join.")
 

@@ -64,8 +64,8 @@ def named_model(name: str | None) -> Named:
             "module and its input."
         )
     with _as_its_own_program(place):
-        found = _attribute(place, attribute)
-        made = found if isinstance(found, nn.Module) else found()
+        value = _attribute(place, attribute)
+        made = value if isinstance(value, nn.Module) else value()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -143,8 +143,8 @@ def _attribute(place: str, attribute: str) -> Callable[[], Any] | nn.Module:
     if not hasattr(module, attribute):
         like = ", ".join(nearest(attribute, [n for n in vars(module) if not n.startswith("_")]))
         raise ConfigError(f"{place} has no {attribute!r}; nearest is {like or 'nothing'}.")
-    found: Callable[[], Any] = getattr(module, attribute)
-    return found
+    value: Callable[[], Any] = getattr(module, attribute)
+    return value
 
 
 def _module(name: str) -> Any:

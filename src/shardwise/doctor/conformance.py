@@ -67,24 +67,24 @@ def conform(comm: Comm) -> Iterator[Result]:
         for name, (expected, check) in CHECKS.items():
             start = perf_counter()
             try:
-                found, wrong = _outcome(comm, partial(check, comm, shared))
+                covered, wrong = _outcome(comm, partial(check, comm, shared))
             except RanksDisagree as error:
                 yield Result(name, False, expected, str(error), perf_counter() - start)
                 return
-            yield Result(name, not wrong, expected, wrong or found, perf_counter() - start)
+            yield Result(name, not wrong, expected, wrong or covered, perf_counter() - start)
 
 
 def _outcome(comm: Comm, check: Callable[[], str]) -> tuple[str, str]:
     """Return what the check says, and what is wrong on any rank: ``""`` if nothing is."""
-    found, wrong = "", ""
+    covered, wrong = "", ""
     try:
-        found = check()
+        covered = check()
     except RanksDisagree:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a device does is a result
         wrong = str(error) if isinstance(error, _Wrong) else repr(error)
     texts = all_gather_object(comm, wrong, "what is wrong")
-    return found, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    return covered, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 # --- bytes and sums --------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def _products(comm: Comm, _: Path) -> str:
     x, weight = (torch.randn(33, 65, generator=generator).double() for _ in range(2))
     expected = _through_linear(x, weight)
     for dtype in _dtypes(comm):
-        found = _through_linear(x.to(comm.device, dtype), weight.to(comm.device, dtype))
-        for one, right in zip(found, expected, strict=True):
+        computed = _through_linear(x.to(comm.device, dtype), weight.to(comm.device, dtype))
+        for one, right in zip(computed, expected, strict=True):
             if _error(one, right) > 64 * torch.finfo(dtype).eps:
                 raise _Wrong(f"a linear layer in {dtype} is off by {_error(one, right):.1e}")
     return f"{_listed(_dtypes(comm))}, forward and backward"
@@ -228,8 +228,8 @@ class _Way:
 def _parity(comm: Comm, _: Path, way: _Way) -> str:
     """Losses, gradient norms and parameters of ``STEPS`` steps, against one process."""
     right = _of_one_process(comm, way)  # first: beside a sharded model its optimizer is warned of
-    found = _of_ranks(comm, way)
-    worst = max(map(_error, found, right))
+    computed = _of_ranks(comm, way)
+    worst = max(map(_error, computed, right))
     if worst > way.tolerance:
         raise _Wrong(f"differs from one process by {worst:.1e}, and {way.tolerance:.0e} is allowed")
     return f"equals one process within {worst:.1e}"
@@ -309,7 +309,7 @@ def _beside(comm: Comm, _: Path, engine: str) -> str:
     own = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
     batches = [(x[own], y[own]) for x, y in (_batch(comm, step) for step in range(STEPS))]
     pairs = parameters_beside(comm, _model(comm), RIVALS[engine](_model(comm)), batches)
-    worst = max(_error(found, right) for found, right in pairs)
+    worst = max(_error(computed, right) for computed, right in pairs)
     if worst > _Way.tolerance:
         raise _Wrong(f"parameters differ from {engine}'s by {worst:.1e}")
     return f"within {worst:.1e}"
@@ -346,18 +346,18 @@ def _save_and_load(comm: Comm, folder: Path) -> str:
 # --- comparing -------------------------------------------------------------------------------
 
 
-def _error(found: Tensor, right: Tensor) -> float:
+def _error(computed: Tensor, right: Tensor) -> float:
     """The largest difference, relative to the largest value; infinite where one is nan."""
-    one, other = found.detach().double().cpu(), right.detach().double().cpu()
+    one, other = computed.detach().double().cpu(), right.detach().double().cpu()
     scale = other.abs().max().item() or 1.0
     error = (one - other).abs().max().item() / scale
     return math.inf if math.isnan(error) else error  # max() would lose a nan
 
 
 def _same(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for found, right in pairs:
-        if not torch.equal(found.cpu(), right.cpu()):
-            different = int((found.cpu() != right.cpu()).sum())
+    for computed, right in pairs:
+        if not torch.equal(computed.cpu(), right.cpu()):
+            different = int((computed.cpu() != right.cpu()).sum())
             raise _Wrong(f"{different:,} of {right.numel():,} {right.dtype} elements differ")
 
 

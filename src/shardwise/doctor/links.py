@@ -48,13 +48,13 @@ class Measured(NamedTuple):
 def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Ordered pairs of different nodes, each once; in a round no node is in two. Pure."""
     ring: list[int | None] = [*nodes, *[None] * (len(nodes) % 2)]
-    found: list[list[tuple[int, int]]] = []
+    paired: list[list[tuple[int, int]]] = []
     for _ in range(len(ring) - 1):
         facing = zip(ring[: len(ring) // 2], reversed(ring), strict=False)
         pairs = [(a, b) for a, b in facing if a is not None and b is not None]
-        found += [pairs, [(b, a) for a, b in pairs]]
+        paired += [pairs, [(b, a) for a, b in pairs]]
         ring = [ring[0], ring[-1], *ring[1:-1]]
-    return found
+    return paired
 
 
 class Answers:
@@ -111,9 +111,9 @@ def _ping(connection: Connection) -> tuple[float, float]:
     """Seconds of a round trip, and by how much the other clock is ahead."""
     start, now = perf_counter(), time()
     send(connection, Message("ping", {}))
-    there = float(receive(connection).fields["time"])
+    peer_time = float(receive(connection).fields["time"])
     trip = perf_counter() - start
-    return trip, there - now - trip / 2
+    return trip, peer_time - now - trip / 2
 
 
 def _rate(connection: Connection, size: int, latency: float) -> float:

@@ -33,7 +33,7 @@ def listeners(pids: Collection[int] | None = None) -> list[Listener]:
     """The listeners of these processes; without any, of all that this user may look at."""
     if pids is None:
         pids = [int(entry.name) for entry in PROC.glob("[0-9]*")]
-    return [found for pid in pids for found in _of_process(pid)]
+    return [listener for pid in pids for listener in _of_process(pid)]
 
 
 def _of_process(pid: int) -> Iterator[Listener]:

@@ -29,14 +29,14 @@ class Package:
     """An installed distribution, or Python itself.
 
     Attributes:
-        found: its version; ``""`` if it is not installed.
+        installed: its version; ``""`` if it is not installed.
         needed: what shardwise asks for, such as ``">=2.11"``; ``""`` if anything will do.
         tested: the newest release that the tests were run with; ``""`` if that matters little.
         extra: that of shardwise which installs it; ``""`` if every run needs it.
     """
 
     name: str
-    found: str
+    installed: str
     needed: str = ""
     tested: str = ""
     extra: str = ""
@@ -44,9 +44,9 @@ class Package:
     @property
     def fits(self) -> bool:
         """Test that the package is installed, unless it is an extra's, and new enough."""
-        if not self.found:
+        if not self.installed:
             return bool(self.extra)
-        return _release(self.found) >= _release(self.needed)
+        return _release(self.installed) >= _release(self.needed)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def packages() -> list[Package]:
             if each and (not each[3] or each[1] in OF_EXTRAS)
             for name in [each[1]]
         ),
-        *(Package(each.package, found) for each in ROWS if (found := _version(each.package))),
+        *(Package(each.package, version) for each in ROWS if (version := _version(each.package))),
     ]
 
 

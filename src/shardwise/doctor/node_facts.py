@@ -165,7 +165,7 @@ def _versions() -> dict[str, str]:
     device = device_name(torch.device(accelerator.device)) if accelerator.device == "cpu" else ""
     return {
         "shardwise": __version__,
-        **{one.name: one.found for one in packages() if one.found},
+        **{one.name: one.installed for one in packages() if one.installed},
         "device": device or device_name(torch.device(accelerator.device, 0)),
     }
 

@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 def findings_before(seen: Meets) -> list[Finding]:
     """Findings of one node on its own."""
     checks = (_interface, _name, _endpoint, _holder, _token)
-    return [found for check in checks for found in check(seen)]
+    return [finding for check in checks for finding in check(seen)]
 
 
 def _interface(seen: Meets) -> Iterator[Finding]:

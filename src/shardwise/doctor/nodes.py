@@ -61,7 +61,7 @@ class Report(NamedTuple):
             "links": {"measured": slowest} if ways else {},
             "nodes": [asdict(node) for node in self.nodes],
             "measured": [link._asdict() for link in self.links],
-            "findings": [found._asdict() for found in self.findings],
+            "findings": [finding._asdict() for finding in self.findings],
         }
 
 
@@ -133,8 +133,8 @@ class _Examination:
         other, self._mark = self._read("secrets")
         token = (derived(run_token(), "doctor") if run_token() else other).encode()
         facts = self._facts(token) if launch.local_rank == 0 else None
-        told = asdict(replace(facts, recipe=dict(recipe))) if facts else None
-        self._write(f"facts/{launch.rank}", told)
+        written = asdict(replace(facts, recipe=dict(recipe))) if facts else None
+        self._write(f"facts/{launch.rank}", written)
         nodes = [NodeFacts(**each) for each in self._read_all("facts") if each]
         links = self._measure(nodes, token) if facts else []
         self._write(f"links/{launch.rank}", [links, self._shares(nodes[0])])

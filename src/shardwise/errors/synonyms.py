@@ -112,8 +112,8 @@ def option_hint(option: str) -> str:
 
 def option_key(option: str) -> str:
     """``"limit_all_gathers" → "prefetch.limit"``: the argument that the hint names, or ``""``."""
-    found = re.match(r"that is (\w+)=(?:sw\.[A-Z]\w+\((\w+)=)?", option_hint(option))
-    return ".".join(filter(None, found.groups())) if found else ""
+    example = re.match(r"that is (\w+)=(?:sw\.[A-Z]\w+\((\w+)=)?", option_hint(option))
+    return ".".join(filter(None, example.groups())) if example else ""
 
 
 OTHER_NAMES = {

@@ -18,8 +18,10 @@ class Topology(NamedTuple):
     def parse(cls, text: str) -> Topology | None:
         """Read what ``lscpu`` prints in English; ``None`` if it does not say how many there are."""
         names = ("Socket(s)", "Core(s) per socket")
-        found = [re.search(rf"^{re.escape(name)}:\s*(\d+)$", text, re.MULTILINE) for name in names]
-        counts = [int(match[1]) for match in found if match]
+        matches = [
+            re.search(rf"^{re.escape(name)}:\s*(\d+)$", text, re.MULTILINE) for name in names
+        ]
+        counts = [int(match[1]) for match in matches if match]
         return cls(*counts) if len(counts) == 2 and all(counts) else None
 
 

@@ -109,10 +109,10 @@ def resolved(hosts: Collection[str], addresses: Collection[str]) -> set[str]:
     own = set(addresses)
     for host in hosts:
         try:
-            found = {str(place[4][0]) for place in socket.getaddrinfo(host, None)}
+            resolved_to = {str(place[4][0]) for place in socket.getaddrinfo(host, None)}
         except OSError:
             continue
-        own |= {host} if found & own else set()
+        own |= {host} if resolved_to & own else set()
     return own
 
 

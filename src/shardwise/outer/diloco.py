@@ -283,11 +283,11 @@ class DiLoCo:
         while True:
             came: list[Message] = []
 
-            def told(came: list[Message] = came) -> tuple[str, dict[str, Any]]:
-                came.append(self._on_rank_0.told())
+            def ask(came: list[Message] = came) -> tuple[str, dict[str, Any]]:
+                came.append(self._on_rank_0.next_message())
                 return came[0].kind, came[0].fields
 
-            kind, fields = run_on_rank_0(self._comm, "the leader's word", told)
+            kind, fields = run_on_rank_0(self._comm, "the leader's word", ask)
             if kind == "state":
                 self._in_flight.pop(
                     self._start.load(fields, came[0].payload if came else b""), None

@@ -162,7 +162,7 @@ class Link:
                 self._tally.add(self._place.worker, key, part)
         Thread(target=self._search, name="shardwise-leader", daemon=True).start()
 
-    def told(self) -> wire.Message:
+    def next_message(self) -> wire.Message:
         """The leader's next word to this worker, which joins it: a ``state``, or ``welcome``.
 
         Raises:

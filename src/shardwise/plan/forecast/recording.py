@@ -51,9 +51,9 @@ class _Kernels:
     ) -> None:
         if not is_kernel(operator, read, made):
             return
-        found = products(operator, args, made)
-        self.products.update(found)
-        self.moved += 0 if found else moved(operator, read, made)
+        counted = products(operator, args, made)
+        self.products.update(counted)
+        self.moved += 0 if counted else moved(operator, read, made)
         self.count += 1
 
     def __add__(self, other: _Kernels) -> _Kernels:

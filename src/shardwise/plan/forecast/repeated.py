@@ -92,9 +92,9 @@ def shallow(model: nn.Module, stack: Stack, blocks: int) -> nn.Module:
 def deepen(work: StepWork, stack: Stack, depth: int) -> StepWork:
     """The work of a model of ``depth`` blocks, from that of the shallow one."""
     forward, backward = work.order
-    there = _forward_places(forward, stack, depth)
+    places = _forward_places(forward, stack, depth)
     back = _backward_places(backward, stack, depth)
-    sources = {stack.renamed(forward[i].unit, by): forward[i].unit for i, by in there}
+    sources = {stack.renamed(forward[i].unit, by): forward[i].unit for i, by in places}
     ends = _Place(len(backward), 0)
     firsts: dict[str, int] = {}
     for number, (place, further) in enumerate((*back, ends)):
@@ -104,8 +104,8 @@ def deepen(work: StepWork, stack: Stack, depth: int) -> StepWork:
     return replace(
         work,
         units={unit: replace(work.units[source], unit=unit) for unit, source in sources.items()},
-        order=Order(_cues(forward, there, stack), _cues(backward, back, stack)),
-        forward=_spans(work.forward, there, stack),
+        order=Order(_cues(forward, places, stack), _cues(backward, back, stack)),
+        forward=_spans(work.forward, places, stack),
         backward=_spans(work.backward, back, stack),
         first_gradients=firsts,
     )

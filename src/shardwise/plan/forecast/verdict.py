@@ -197,8 +197,8 @@ class Verdict:
         yield ""
         yield "rules of thumb, and what the numbers say instead:"
         for strategy, takes, why in self.advice:
-            said = f"{'take' if takes else 'avoid'} {strategy}: {why}"
-            yield f"  {said:<64} {self._instead(strategy, takes)}".rstrip()
+            advice = f"{'take' if takes else 'avoid'} {strategy}: {why}"
+            yield f"  {advice:<64} {self._instead(strategy, takes)}".rstrip()
 
     def _instead(self, strategy: str, takes: bool) -> str:
         """Say what the numbers say of a strategy, and why, beside a rule's word."""
