@@ -35,7 +35,7 @@ def on_ranks(
     return run_threads(world, lambda comm: fn(comm, models[comm.rank]), timeout=timeout)
 
 
-def said(kind: type[Exception], do: Callable[[], object]) -> str:
+def error_text(kind: type[Exception], do: Callable[[], object]) -> str:
     """The message of the error that ``do`` must raise here, on this rank."""
     try:
         do()

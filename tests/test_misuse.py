@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.copies import on_ranks, said, seeded
+from tests.copies import error_text, on_ranks, seeded
 from tests.nets import Batch, Net
 from tests.parity.plain import SGD, Recipe, one_by_one
 from tests.parity.sharded import How, assert_equal, on_threads
@@ -62,9 +62,9 @@ def test_forward_called_past_the_model_is_an_error_that_says_how_to_call_it() ->
     def rank(comm: Comm, model: nn.Module) -> tuple[str, str]:
         sharded = sw.shard(model, comm=comm)
         x = torch.ones(2, 6)
-        texts = [said(sw.ShardUseError, lambda: model.forward(x))]
+        texts = [error_text(sw.ShardUseError, lambda: model.forward(x))]
         with torch.no_grad():
-            texts.append(said(sw.ShardUseError, lambda: model.forward(x)))
+            texts.append(error_text(sw.ShardUseError, lambda: model.forward(x)))
         assert model(x).shape == (2, 6)  # nothing is broken by it
         with sharded.full_params():
             assert model.forward(x).shape == (2, 6)
@@ -125,10 +125,10 @@ def test_a_layers_weight_outside_its_forward_is_an_error_that_names_it(grad: boo
                 lambda: weight.sum(0),
                 lambda: layer(torch.ones(2, 16)),
             ):
-                text = said(sw.ShardUseError, use)
+                text = error_text(sw.ShardUseError, use)
                 assert text.startswith("parameter 'blocks.1.mlp.up.weight' is sharded")
                 assert "`with sharded.full_params():`" in text
-            assert "'blocks.1.mlp.up.bias'" in said(
+            assert "'blocks.1.mlp.up.bias'" in error_text(
                 sw.ShardUseError, lambda: bias + torch.ones(2, 35)
             )
         return tuple(weight.shape)
@@ -216,7 +216,7 @@ def test_gradients_that_carry_a_graph_are_refused_and_forgotten(strategy: str, w
     def rank(comm: Comm, model: nn.Module) -> str:
         sw.shard(model, strategy, comm=comm)
         value = nets.loss(model, batches[comm.rank])
-        text = said(sw.ScheduleError, lambda: value.backward(create_graph=True))
+        text = error_text(sw.ScheduleError, lambda: value.backward(create_graph=True))
         train(model, batches[comm.rank])
         assert_gradients(model, truth)
         return text
@@ -242,7 +242,7 @@ def test_autograd_grad_of_parameters_has_a_sentence_of_its_own(
         texts = []
         for params in ([*model.parameters()], [model.get_parameter("embed.weight")]):
             value = nets.loss(model, batch)
-            texts.append(said(sw.ShardUseError, lambda: torch.autograd.grad(value, params)))  # noqa: B023
+            texts.append(error_text(sw.ShardUseError, lambda: torch.autograd.grad(value, params)))  # noqa: B023
         train(model, batch)
         return texts
 
@@ -262,5 +262,5 @@ def test_one_rank_alone_may_ask_for_no_gradient_that_many_may_not(strategy: str)
     model = seeded(nets.decoder)
     sw.shard(model, strategy)
     value, params = nets.loss(model, nets.decoder_batch(0, 2)), list(model.parameters())
-    text = said(sw.ShardUseError, lambda: torch.autograd.grad(value, params))
+    text = error_text(sw.ShardUseError, lambda: torch.autograd.grad(value, params))
     assert text.startswith("torch.autograd.grad was called for the gradient of parameter")

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import Sharding, sharding_of
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, on_ranks, seeded
 from tests.nets import NETS, Batch, Block, Net, Table
 from tests.parity.plain import Recipe, one_by_one
 from tests.parity.sharded import How, assert_equal, on_threads
@@ -101,7 +101,7 @@ def test_parameter_groups_have_their_own_rates_and_decay() -> None:
 
 def test_use_orig_params_is_what_there_is() -> None:
     sw.shard(toy(), use_orig_params=True)
-    text = said(sw.ConfigError, lambda: sw.shard(toy(), use_orig_params=False))  # type: ignore[arg-type]
+    text = error_text(sw.ConfigError, lambda: sw.shard(toy(), use_orig_params=False))  # type: ignore[arg-type]
     assert text == (
         "use_orig_params is False; choose one of True. Parameters keep their names and objects, so "
         "parameter groups and mixed requires_grad work; there is no flat parameter."
@@ -164,7 +164,7 @@ def test_without_buckets_each_parameter_is_cut_along_its_first_dimension(world: 
 def test_what_does_not_divide_is_refused_on_request_with_the_seeds_sentence() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         wanted = {"comm": comm, "bucketing": "none", "uneven": "error"}
-        text = said(sw.ConfigError, lambda: sw.shard(model, **wanted))  # type: ignore[arg-type]
+        text = error_text(sw.ConfigError, lambda: sw.shard(model, **wanted))  # type: ignore[arg-type]
         assert shardings(model) == {}
         sw.shard(model, comm=comm, bucketing="none")
         return text
@@ -289,7 +289,7 @@ def test_units_are_chosen_by_rule_and_train_alike(rule: str, strategy: str) -> N
 def test_a_class_that_is_not_there_is_answered_with_the_nearest() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         wrap = sw.wrap.by_class("DecoderBlock")
-        return said(sw.ConfigError, lambda: sw.shard(model, wrap=wrap, comm=comm))
+        return error_text(sw.ConfigError, lambda: sw.shard(model, wrap=wrap, comm=comm))
 
     for text in on_ranks(2, nets.decoder, rank):
         assert text.startswith("DecoderBlock is not in this model; ")
@@ -377,14 +377,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_cannot_work_is_refused_with_what_can(what: str) -> None:
     do, text = WRONG[what]
-    assert said(sw.ConfigError, do).startswith(text)
+    assert error_text(sw.ConfigError, do).startswith(text)
 
 
 def test_a_model_is_sharded_once() -> None:
     def rank(comm: Comm, model: nn.Module) -> list[str]:
         sw.shard(model, comm=comm)
         again = (model, model.get_submodule("blocks.1"), nn.Sequential(model, nn.Linear(2, 2)))
-        return [said(sw.ConfigError, lambda: sw.shard(m, comm=comm)) for m in again]  # noqa: B023
+        return [error_text(sw.ConfigError, lambda: sw.shard(m, comm=comm)) for m in again]  # noqa: B023
 
     for texts in on_ranks(2, nets.decoder, rank):
         for text, name in zip(
@@ -438,7 +438,7 @@ def test_ranks_that_are_given_different_things_are_told_which() -> None:
             if comm.rank == 1:
                 change(model)  # noqa: B023
             mine = options if comm.rank == 1 else {}  # noqa: B023
-            text = said(sw.RanksDisagree, lambda: sw.shard(model, comm=comm, **mine))
+            text = error_text(sw.RanksDisagree, lambda: sw.shard(model, comm=comm, **mine))
             assert shardings(model) == {}  # nothing was cut yet
             return text
 
@@ -477,7 +477,7 @@ def over_a_mesh(comm: Comm) -> dict[str, Tensor]:
         sharded.comm.close()
     assert all(equal(state, states[0]) for state in states)
     two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    assert "uses one axis, and the mesh has two, (1, 2)" in said(
+    assert "uses one axis, and the mesh has two, (1, 2)" in error_text(
         sw.ConfigError, lambda: sw.shard(nets.decoder(), mesh=two)
     )
     model = seeded(nets.decoder)
@@ -513,7 +513,7 @@ def test_a_models_dtype_is_fixed_once_it_is_sharded(strategy: str) -> None:
         model.float().cpu().to(torch.float32)  # nothing changes
         assert equal(model.state_dict(), before)
 
-        text = said(sw.ConfigError, model.half)
+        text = error_text(sw.ConfigError, model.half)
         assert equal(model.state_dict(), before)  # it is refused before anything changes
         train(model, batch)
         return text

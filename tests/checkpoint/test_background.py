@@ -25,7 +25,7 @@ from shardwise.checkpoint.writer import Chunk
 from shardwise.comm.protocol import Comm
 from shardwise.comm.watchdog import heartbeat
 from tests.checkpoint.runs import adamw, names, same, saved, steps, tensors
-from tests.copies import clones, on_ranks, said, seeded
+from tests.copies import clones, error_text, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.ranks import outcomes_of, run_processes
 from tests.steps import STRATEGIES
@@ -194,7 +194,7 @@ def test_an_error_on_one_rank_is_an_error_on_all_at_the_next_step(
         saving.finish_copy()
         saving._thread.join(60)  # on rank 0 it waits for the others
         state = clones(model.state_dict())
-        text = said(
+        text = error_text(
             sw.CheckpointError, lambda: steps(model, optimizer, DECODER, comm.rank, range(1))
         )
         assert same(state, model.state_dict())  # the step was not taken
@@ -218,7 +218,7 @@ def refusals(path: Path) -> list[str]:
     def rank(comm: Comm, model: nn.Module) -> str:
         saving = sw.shard(model, comm=comm).save_async(path)
         assert saving is not None
-        return said(sw.CheckpointError, saving.wait)
+        return error_text(sw.CheckpointError, saving.wait)
 
     return on_ranks(2, DECODER.build, rank)
 
@@ -271,7 +271,7 @@ def test_after_an_interrupted_save_the_next_has_all_its_memory(
     with pytest.raises(KeyboardInterrupt):
         saving.finish_copy()
     may_go.set()
-    assert "it was interrupted" in said(sw.CheckpointError, saving.wait)
+    assert "it was interrupted" in error_text(sw.CheckpointError, saving.wait)
     for step in range(2, 5):
         saving = sharded.save_async(tmp_path / f"step-{step}", snapshot_bytes=16 * BLOCK)
         assert saving is not None

@@ -25,7 +25,7 @@ from shardwise.checkpoint.folder import Partial, new_token
 from shardwise.checkpoint.lock import LOCK
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw, names, same, steps, tensors
-from tests.copies import clones, on_ranks, said
+from tests.copies import clones, error_text, on_ranks
 from tests.nets import NETS
 
 DECODER = NETS[0]
@@ -286,8 +286,10 @@ def refused(run: Path) -> str:
 
     def rank(comm: Comm, model: nn.Module) -> str:
         mine = Rank("everything", comm, model)
-        text = said(sw.CheckpointError, lambda: mine.sharded.load(run / "step-2", mine.optimizer))
-        assert said(sw.CheckpointError, lambda: mine.resume(run)) in (text, f"rank 0: {text}")
+        text = error_text(
+            sw.CheckpointError, lambda: mine.sharded.load(run / "step-2", mine.optimizer)
+        )
+        assert error_text(sw.CheckpointError, lambda: mine.resume(run)) in (text, f"rank 0: {text}")
         return text
 
     [text] = set(on_ranks(2, DECODER.build, rank))
@@ -355,7 +357,7 @@ def test_a_mount_that_rank_0_lacks_is_not_a_new_run(tmp_path: Path, whole: Path)
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: sharded.resume(runs[comm.rank]))
+        return error_text(sw.CheckpointError, lambda: sharded.resume(runs[comm.rank]))
 
     [text] = set(on_ranks(2, DECODER.build, rank))
     assert text.startswith("rank 1: ")
@@ -374,7 +376,7 @@ def test_nothing_is_renamed_before_a_start_has_succeeded(copy: Callable[[str], P
     run = copy("weights")
     os.truncate(run / "step-2" / "model.safetensors", 100)
     before = sorted(run.rglob("*"))
-    text = said(sw.CheckpointError, lambda: sw.shard(nn.Linear(2, 2)).resume(run))
+    text = error_text(sw.CheckpointError, lambda: sw.shard(nn.Linear(2, 2)).resume(run))
     assert "step-1 does not fit what is to be loaded" in text
     assert sorted(run.rglob("*")) == before
     assert resumed("weights", run) == "step-1"
@@ -420,7 +422,7 @@ def test_latest_that_leads_nowhere_is_an_error_and_does_not_stop_a_run(
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: sharded.load(run / "latest"))
+        return error_text(sw.CheckpointError, lambda: sharded.load(run / "latest"))
 
     text = on_ranks(2, DECODER.build, rank)[0]
     assert "latest" in text
@@ -436,7 +438,7 @@ def test_a_run_in_which_all_are_broken_does_not_start_anew(copy: Callable[[str],
     def rank(comm: Comm, model: nn.Module) -> str:
         before = clones(model.state_dict())
         sharded, optimizer = sw.shard(model, comm=comm), adamw(model.parameters())
-        text = said(sw.DamagedCheckpoint, lambda: sharded.resume(run, optimizer))
+        text = error_text(sw.DamagedCheckpoint, lambda: sharded.resume(run, optimizer))
         assert all(torch.equal(before[n], value) for n, value in model.state_dict().items())
         return text
 

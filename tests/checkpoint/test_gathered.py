@@ -16,7 +16,7 @@ from shardwise.checkpoint import load, segments, writer
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw, names, same, saved, steps, tensors
-from tests.copies import clones, on_ranks, said
+from tests.copies import clones, error_text, on_ranks
 from tests.nets import NETS, Net
 
 DECODER = NETS[0]
@@ -97,7 +97,7 @@ def test_a_disk_that_refuses_is_said_on_every_rank(
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        text = said(sw.CheckpointError, lambda: sharded.save(tmp_path / "a", kind="full"))
+        text = error_text(sw.CheckpointError, lambda: sharded.save(tmp_path / "a", kind="full"))
         steps(model, adamw(model.parameters()), DECODER, comm.rank, range(1))  # it goes on
         return text
 
@@ -114,7 +114,7 @@ def loaded_on(world: int, seen: Path, unseen: Path, strategy: str, kind: Any) ->
         optimizer = adamw(model.parameters())
         path = unseen if comm.rank else seen
         if kind is not None:
-            return said(kind, lambda: sharded.load(path, optimizer, sw.Training()))
+            return error_text(kind, lambda: sharded.load(path, optimizer, sw.Training()))
         report = sharded.load(path, optimizer, sw.Training())
         assert (report.step, report.checked, report.missing) == (2, True, ())
         assert sharded._background.loaded_token
@@ -164,6 +164,6 @@ def test_a_shared_folder_is_read_by_every_rank(
 def test_not_in_the_background(tmp_path: Path) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.ConfigError, lambda: sharded.save_async(tmp_path / "a", kind="full"))
+        return error_text(sw.ConfigError, lambda: sharded.save_async(tmp_path / "a", kind="full"))
 
     assert "call save()" in on_ranks(2, DECODER.build, rank)[0]

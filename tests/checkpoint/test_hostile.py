@@ -25,7 +25,7 @@ from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.checkpoint.manifest import NAME, Manifest, record_of
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw
-from tests.copies import on_ranks, said, seeded
+from tests.copies import error_text, on_ranks, seeded
 
 MOST = 32 << 20
 """Bytes that reading may allocate beside the model: the sizes below announce up to 2^60."""
@@ -275,7 +275,7 @@ def test_what_cannot_be_understood_is_one_error_on_all_ranks(tmp_path: Path) -> 
             (tmp_path / "step-1" / "training.json").write_text(json.dumps(fields))
             sign(tmp_path / "step-1")
         all_gather_object(comm, "", "signed")
-        return said(sw.CheckpointError, lambda: sharded.load(tmp_path / "step-1"))
+        return error_text(sw.CheckpointError, lambda: sharded.load(tmp_path / "step-1"))
 
     one, other = on_ranks(2, Two, rank)
     assert one == other

@@ -27,7 +27,7 @@ from tests.checkpoint.runs import (
     steps,
     tensors,
 )
-from tests.copies import clones, on_ranks, said, seeded
+from tests.copies import clones, error_text, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.ranks import run_processes
 from tests.steps import STRATEGIES
@@ -59,7 +59,7 @@ def refusal(
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
         optimizer = make(model.parameters()) if make else None
-        return said(sw.CheckpointError, lambda: sharded.load(path, optimizer, **how))
+        return error_text(sw.CheckpointError, lambda: sharded.load(path, optimizer, **how))
 
     texts = on_ranks(world, build, rank)
     assert len(set(texts)) == 1
@@ -241,7 +241,7 @@ def test_state_that_cannot_be_cut_is_refused_when_saving(tmp_path: Path) -> None
         sharded = sw.shard(model, comm=comm)
         optimizer = Odd(model.parameters(), lr=0.1)
         optimizer.state[next(iter(model.parameters()))]["rows"] = torch.zeros(5, 1)
-        text = said(sw.OptimizerError, lambda: sharded.save(tmp_path / "step-1", optimizer))
+        text = error_text(sw.OptimizerError, lambda: sharded.save(tmp_path / "step-1", optimizer))
         assert "state 'rows' of parameter 'embed.weight' is of other ranks, or has no value" in text
 
     on_ranks(1, DECODER.build, rank)
@@ -320,7 +320,7 @@ def test_a_state_that_its_owner_does_not_take_changes_nothing(tmp_path: Path) ->
         before = clones(model.state_dict())
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         training = sw.Training(scaler=scaler)
-        text = said(
+        text = error_text(
             sw.CheckpointError, lambda: sharded.load(tmp_path / "step-1", training=training)
         )
         assert "in 1 point; nothing was changed:" in text
@@ -570,7 +570,7 @@ def test_a_checkpoint_of_another_model_is_not_skipped(tmp_path: Path) -> None:
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: sharded.resume(tmp_path))
+        return error_text(sw.CheckpointError, lambda: sharded.resume(tmp_path))
 
     assert "does not fit" in on_ranks(2, NETS[2].build, rank)[0]
 

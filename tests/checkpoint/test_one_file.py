@@ -20,7 +20,7 @@ from shardwise.checkpoint.writer import Chunk, Writer
 from shardwise.comm.protocol import Comm
 from tests import nets
 from tests.checkpoint.runs import adamw
-from tests.copies import clones, equal, on_ranks, said
+from tests.copies import clones, equal, error_text, on_ranks
 from tests.nets import NETS
 from tests.ranks import run_processes
 from tests.steps import train
@@ -177,7 +177,7 @@ def test_what_cannot_be_written_leaves_what_was_there(
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: sharded.save_file(path))
+        return error_text(sw.CheckpointError, lambda: sharded.save_file(path))
 
     texts = on_ranks(2, TIED.build, rank)
     assert all("the disk is full" in text for text in texts)
@@ -208,7 +208,7 @@ def test_the_bytes_are_on_the_disk_before_the_name(
 def test_a_file_of_no_known_kind_is_refused(tmp_path: Path) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: sharded.save_file(tmp_path / "model"))
+        return error_text(sw.CheckpointError, lambda: sharded.save_file(tmp_path / "model"))
 
     assert "(torch.load) or .safetensors" in on_ranks(2, TIED.build, rank)[1]
 
@@ -225,7 +225,9 @@ def test_a_full_disk_leaves_what_was_there_and_every_rank_says_so(
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: sharded.save_file(tmp_path / "model.safetensors"))
+        return error_text(
+            sw.CheckpointError, lambda: sharded.save_file(tmp_path / "model.safetensors")
+        )
 
     assert all("the disk is full" in text for text in on_ranks(2, TIED.build, rank))
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
@@ -235,7 +237,7 @@ def test_names_that_choose_nothing_are_refused(tmp_path: Path) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         path = tmp_path / "m.safetensors"
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: sharded.save_file(path, names="other".__eq__))
+        return error_text(sw.CheckpointError, lambda: sharded.save_file(path, names="other".__eq__))
 
     assert "chose none of the model's tensors" in on_ranks(2, Digits, rank)[1]
 

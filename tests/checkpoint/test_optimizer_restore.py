@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import Make, adamw, saved, steps
-from tests.copies import clones, on_ranks, said
+from tests.copies import clones, error_text, on_ranks
 from tests.nets import NETS, Decoder
 
 DECODER, TIED = NETS[0], NETS[1]
@@ -72,7 +72,7 @@ def refusal(
             return clones({**model.state_dict(), **some, **rates})
 
         before, of_owner = everything(), str(owner and owner.state_dict())
-        text = said(
+        text = error_text(
             sw.CheckpointError,
             lambda: sharded.load(path, optimizer, sw.Training(scheduler=owner)),
         )
@@ -206,7 +206,7 @@ def test_two_optimizers_over_the_same_parameters_get_no_state(tmp_path: Path) ->
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
         two = [adamw(model.parameters()), adamw(model.parameters())]
-        return said(sw.CheckpointError, lambda: sharded.load(tmp_path / "step-2", two))
+        return error_text(sw.CheckpointError, lambda: sharded.load(tmp_path / "step-2", two))
 
     assert "both hold 'embed.weight'" in on_ranks(1, DECODER.build, rank)[0]
 

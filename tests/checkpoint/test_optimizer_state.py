@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw
-from tests.copies import on_ranks, said
+from tests.copies import error_text, on_ranks
 
 
 def small() -> nn.Module:
@@ -37,7 +37,7 @@ def refused(world: int, make: Callable[[Any, int], Any], folder: Path) -> list[s
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
         given = make(list(model.parameters()), comm.rank)
-        text = said(sw.CheckpointError, lambda: sharded.save(folder / "step-1", given))
+        text = error_text(sw.CheckpointError, lambda: sharded.save(folder / "step-1", given))
         sharded.save(folder / "step-2")  # the ranks are still together
         return text
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import Make, adamw
-from tests.copies import assert_near, on_ranks, said, seeded
+from tests.copies import assert_near, error_text, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
 
@@ -167,7 +167,9 @@ def test_what_does_not_fit_is_named_on_every_rank(
         sharded = sw.shard(model, comm=comm)
         optimizer = adamw(model.parameters())
         mine = given if comm.rank == 0 else {}
-        text = said(sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, mine))
+        text = error_text(
+            sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, mine)
+        )
         assert not optimizer.state
         return text
 
@@ -200,7 +202,9 @@ def test_shards_that_do_not_know_their_whole_are_not_loaded() -> None:
         sharded, optimizer = stepped(comm, model, adamw)
         before = sharded.optimizer_state_dict(optimizer)
         state = sharded.optimizer_state_dict(optimizer, "local")
-        text = said(sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, state))
+        text = error_text(
+            sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, state)
+        )
         assert same(sharded.optimizer_state_dict(optimizer), before)
         return text
 
@@ -238,7 +242,9 @@ def test_what_is_no_state_of_this_optimizer_is_refused_on_every_rank(given: Any,
         sharded = sw.shard(model, comm=comm)
         optimizer = torch.optim.AdamW(model.parameters())
         mine: Any = given if comm.rank == 0 else None
-        return said(sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, mine))
+        return error_text(
+            sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, mine)
+        )
 
     assert all(says in text for text in on_ranks(2, small, rank))
 
@@ -247,7 +253,9 @@ def test_state_of_sgd_is_not_given_to_adamw() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded, sgd = stepped(comm, model, MAKES["sgd"])
         state, other = sharded.optimizer_state_dict(sgd), adamw(model.parameters())
-        text = said(sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(other, state))
+        text = error_text(
+            sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(other, state)
+        )
         assert not other.state
         return text
 
@@ -297,8 +305,10 @@ def test_state_that_fits_on_some_ranks_alone_is_refused_on_every_rank(tmp_path: 
         sharded = sw.shard(model, comm=comm)
         odd = Odd(model.parameters(), lambda _, p: torch.zeros(p.shape if comm.rank else (1,)))
         return (
-            said(sw.CheckpointError, lambda: sharded.optimizer_state_dict(odd)),
-            said(sw.CheckpointError, lambda: sharded.save(tmp_path / "a", odd, sw.Training())),
+            error_text(sw.CheckpointError, lambda: sharded.optimizer_state_dict(odd)),
+            error_text(
+                sw.CheckpointError, lambda: sharded.save(tmp_path / "a", odd, sw.Training())
+            ),
         )
 
     for texts in on_ranks(2, small, rank):

@@ -31,7 +31,7 @@ from shardwise.comm.protocol import Comm
 from tests import nets
 from tests.checkpoint.recorded import record
 from tests.checkpoint.runs import adamw, names, same, saved, tensors
-from tests.copies import clones, on_ranks, said, seeded
+from tests.copies import clones, error_text, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.ranks import outcomes_of, run_processes
 from tests.steps import STRATEGIES
@@ -258,12 +258,12 @@ def too_large(comm: Comm, path: str, everybody: bool) -> str:
 def test_files_that_may_not_grow_fail_on_all_ranks_together(
     everybody: bool, tmp_path: Path
 ) -> None:
-    said = run_processes(2, too_large, str(tmp_path / "step-1"), everybody)
-    assert said[0] == said[1]
-    assert "ulimit -f" in said[0]
-    assert "as they were" in said[0]
-    assert ("rank 0" in said[0]) == everybody
-    assert ("rank 1" in said[0]) != everybody
+    errors = run_processes(2, too_large, str(tmp_path / "step-1"), everybody)
+    assert errors[0] == errors[1]
+    assert "ulimit -f" in errors[0]
+    assert "as they were" in errors[0]
+    assert ("rank 0" in errors[0]) == everybody
+    assert ("rank 1" in errors[0]) != everybody
     assert names(tmp_path) == ["latest", "step-1"]
 
 
@@ -289,10 +289,10 @@ def elsewhere(rank: int, world: int, folder: str, path: str) -> str:
 def _refused(comm: Comm) -> str:
     sharded = sw.shard(nn.Linear(4, 4), comm=comm)
     # Another folder on each rank, by the same name.
-    text = said(sw.CheckpointError, lambda: sharded.save("run/step-1"))
+    text = error_text(sw.CheckpointError, lambda: sharded.save("run/step-1"))
     saving = sharded.save_async("run/step-1")  # whose writers look for the folder
     assert saving is not None
-    assert text in said(sw.CheckpointError, saving.wait)
+    assert text in error_text(sw.CheckpointError, saving.wait)
     sharded.save("run/step-2", kind="full")
     loaded = sharded.resume("run")
     assert loaded is not None
@@ -311,7 +311,7 @@ def test_a_last_step_that_one_rank_skips_is_not_saved(save: Any, tmp_path: Path)
             nets.loss(model, nets.decoder_batch(comm.rank, 2)).backward()
             if number == 0 or comm.rank == 0:
                 optimizer.step()
-        return said(sw.CheckpointError, lambda: save(sharded, tmp_path / "step-1"))
+        return error_text(sw.CheckpointError, lambda: save(sharded, tmp_path / "step-1"))
 
     first, second = on_ranks(2, nets.decoder, rank)
     assert first == second
@@ -320,10 +320,10 @@ def test_a_last_step_that_one_rank_skips_is_not_saved(save: Any, tmp_path: Path)
 
 @pytest.mark.spawn
 def test_a_folder_that_not_all_ranks_share_is_rank_0s_alone(tmp_path: Path) -> None:
-    said = [o.value or o.error for o in outcomes_of(2, elsewhere, str(tmp_path))]
-    assert said[0] == said[1]
-    assert said[0].startswith("rank 1: on ")
-    assert "local to each host, not a shared file system" in said[0]
+    errors = [o.value or o.error for o in outcomes_of(2, elsewhere, str(tmp_path))]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("rank 1: on ")
+    assert "local to each host, not a shared file system" in errors[0]
     assert names(tmp_path / "host-0" / "run") == ["latest", "step-2"]  # nothing is left behind
     assert names(tmp_path / "host-1") == []
 
@@ -417,7 +417,9 @@ def test_one_rank_s_mistake_is_an_error_on_all_and_the_next_save_works(
         sharded = sw.shard(model, comm=comm)
         mine, how = (values, options) if comm.rank else ({}, {})
         save = getattr(sharded, way)
-        text = said(kind, lambda: save(tmp_path / "step-1", training=sw.Training(**mine), **how))
+        text = error_text(
+            kind, lambda: save(tmp_path / "step-1", training=sw.Training(**mine), **how)
+        )
         assert list(tmp_path.iterdir()) == []
         all_gather_object(comm, "", "looked")
         if (saving := save(tmp_path / "step-2", training=sw.Training())) and way == "save_async":
@@ -546,7 +548,7 @@ def test_a_file_system_that_keeps_one_host_s_bytes_is_found_out(
         hosts[threading.get_ident()] = f"host-{comm.rank}"
         sharded.save(tmp_path / "step-1")
         monkeypatch.setattr(writer, "_write_at", lost)
-        return said(sw.CheckpointError, lambda: sharded.save(tmp_path / "step-2"))
+        return error_text(sw.CheckpointError, lambda: sharded.save(tmp_path / "step-2"))
 
     def lost(file: int, data: memoryview, at: int) -> None:
         if hosts.get(threading.get_ident()) != "host-1":

@@ -20,7 +20,7 @@ from shardwise.checkpoint.staging import MOST, Copy, Copying, Pool, Watched, bud
 from shardwise.checkpoint.writer import Chunk, Writer
 from shardwise.comm.protocol import Comm
 from tests.checkpoint.runs import adamw, names, same, steps, tensors
-from tests.copies import clones, on_ranks, said
+from tests.copies import clones, error_text, on_ranks
 from tests.nets import NETS
 from tests.steps import train
 
@@ -280,7 +280,7 @@ def test_a_change_by_hand_before_the_next_step_is_an_error_on_all_ranks(
                 (
                     param.detach() if what == "a parameter" else optimizer.state[param]["exp_avg"]
                 ).add_(1)
-        text = said(
+        text = error_text(
             sw.CheckpointError, lambda: steps(model, optimizer, DECODER, comm.rank, range(1, 2))
         )
         optimizer.step()
@@ -306,7 +306,7 @@ def test_another_tensor_in_a_parameters_place_is_an_error_too(tmp_path: Path) ->
         sharded.save_async(tmp_path / "step-1", optimizer)
         for param in model.parameters():
             param.data = torch.zeros_like(param.data)
-        return said(sw.CheckpointError, optimizer.step)
+        return error_text(sw.CheckpointError, optimizer.step)
 
     text = on_ranks(2, DECODER.build, rank)[0]
     assert "parameter 'embed.weight' and " in text
@@ -364,7 +364,7 @@ def test_what_goes_wrong_on_a_rank_is_an_error_on_all_at_the_next_step(
         while saving._thread.is_alive() and comm.rank == who and not saving._wrong:
             saving.finish_copy()
             time.sleep(0.001)
-        return said(sw.CheckpointError, optimizer.step)
+        return error_text(sw.CheckpointError, optimizer.step)
 
     texts = on_ranks(2, DECODER.build, rank)
     assert texts[0] == texts[1]

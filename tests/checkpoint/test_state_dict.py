@@ -20,7 +20,7 @@ from shardwise.checkpoint.options import KINDS, kind_of
 from shardwise.checkpoint.state_dict import StateDict
 from shardwise.comm.protocol import Comm
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES
 
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing() -> None:
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        text = said(sw.CheckpointError, lambda: sharded.load_state_dict(given))
+        text = error_text(sw.CheckpointError, lambda: sharded.load_state_dict(given))
         assert equal(model.state_dict(), before)
         return text
 
@@ -266,7 +266,7 @@ def test_what_is_no_state_dict_is_refused_on_every_rank(given: Any, says: str) -
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
         mine = given if comm.rank == 0 else {}
-        return said(sw.CheckpointError, lambda: sharded.load_state_dict(mine))
+        return error_text(sw.CheckpointError, lambda: sharded.load_state_dict(mine))
 
     for text in on_ranks(2, small, rank):
         assert re.search(says, text)
@@ -295,7 +295,7 @@ def test_what_other_ranks_pass_is_not_looked_at() -> None:
 def test_ranks_that_ask_for_different_things_are_told(how: Callable[[int], Any]) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.RanksDisagree, lambda: sharded.state_dict(**how(comm.rank)))
+        return error_text(sw.RanksDisagree, lambda: sharded.state_dict(**how(comm.rank)))
 
     on_ranks(2, DECODER.build, rank)
 
@@ -305,7 +305,7 @@ def test_another_dtype_is_refused_with_how_to_convert() -> None:
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: sharded.load_state_dict(given))
+        return error_text(sw.CheckpointError, lambda: sharded.load_state_dict(given))
 
     text = on_ranks(1, small, rank)[0]
     assert "0.weight: stored as BF16, the model has F32" in text

@@ -18,7 +18,7 @@ from shardwise.comm.mesh import Mesh, gather_rows
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.transports import shared_memory as shared_memory_module
 from shardwise.errors import ConfigError, RanksDisagree
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, on_ranks, seeded
 from tests.fake import FakeComm
 from tests.nets import loss, tied_decoder, tied_decoder_batch
 from tests.ranks import gloo_group, outcomes_of, run_hosts, run_threads
@@ -47,15 +47,17 @@ def test_a_device_mesh_of_two_axes_is_a_shape(
 
 
 def test_a_wrong_product_names_both_numbers() -> None:
-    assert said(ConfigError, lambda: shape_of(*HYBRID, 6, (2, 2), 2)).startswith(
+    assert error_text(ConfigError, lambda: shape_of(*HYBRID, 6, (2, 2), 2)).startswith(
         "the mesh is replicate=2 × shard=2, for 4 ranks, and there are 6. Pass mesh="
     )
-    assert "for 6 ranks" in said(ConfigError, lambda: shape_of(*HYBRID, 6, (-2, -3), 2))
-    assert "there are 6 ranks, and LOCAL_WORLD_SIZE=4 on this host; 6 is no multiple of 4" in said(
-        ConfigError, lambda: shape_of(*HYBRID, 6, None, 4)
+    assert "for 6 ranks" in error_text(ConfigError, lambda: shape_of(*HYBRID, 6, (-2, -3), 2))
+    assert (
+        "there are 6 ranks, and LOCAL_WORLD_SIZE=4 on this host; 6 is no multiple of 4"
+        in error_text(ConfigError, lambda: shape_of(*HYBRID, 6, None, 4))
     )
-    assert "LOCAL_WORLD_SIZE, which says how many of the 6 ranks are on a host, is not set" in said(
-        ConfigError, lambda: shape_of(*HYBRID, 6, None, None)
+    assert (
+        "LOCAL_WORLD_SIZE, which says how many of the 6 ranks are on a host, is not set"
+        in error_text(ConfigError, lambda: shape_of(*HYBRID, 6, None, None))
     )
 
 
@@ -73,7 +75,7 @@ def test_a_mesh_is_two_numbers(mesh: object) -> None:
 
 
 def test_one_axis_is_asked_for_where_the_strategy_has_one() -> None:
-    assert "strategy 'full_shard' uses one axis, and the mesh has two, (2, 2)" in said(
+    assert "strategy 'full_shard' uses one axis, and the mesh has two, (2, 2)" in error_text(
         ConfigError, lambda: shape_of(*FULL, 4, (2, 2), None)
     )
 
@@ -157,7 +159,7 @@ def test_an_error_on_an_axis_names_its_ranks_by_their_numbers_among_all() -> Non
         replicate, _ = comm.axes(2, 2)
         label = Label("gather", "head" if comm.rank == 3 else "tail")
         if comm.rank in (1, 3):
-            return said(RanksDisagree, lambda: replicate.gather_rows(torch.ones(1), label))
+            return error_text(RanksDisagree, lambda: replicate.gather_rows(torch.ones(1), label))
         return ""
 
     messages = run_threads(4, rank)
@@ -178,7 +180,7 @@ def test_a_rank_that_ended_before_an_axis_was_made_has_left_it() -> None:
         assert gone.wait(10)
         replicate, _ = comm.axes(2, 2)
         do = partial(replicate.gather_rows, torch.ones(1), Label("demo"))
-        return said(RanksDisagree, do) if comm.rank == 1 else ""
+        return error_text(RanksDisagree, do) if comm.rank == 1 else ""
 
     assert "are [1, 3] of all: rank 1 has left (it had enough" in run_threads(4, rank)[1]
 

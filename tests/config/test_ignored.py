@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.config.ignored import Ignored
 from shardwise.memory.sharding import sharding_of
-from tests.copies import clones, on_ranks, said, seeded
+from tests.copies import clones, error_text, on_ranks, seeded
 from tests.nets import numbers
 from tests.parity.plain import mean_in_rank_order
 from tests.steps import STRATEGIES
@@ -127,5 +127,5 @@ def test_what_is_not_in_the_model_is_refused(given: Ignored, says: str) -> None:
 
 def test_a_trace_of_such_a_model_is_refused() -> None:
     model = seeded(Routed)
-    text = said(sw.ConfigError, lambda: sw.trace(model, batch(0), ignored=["router"]))
+    text = error_text(sw.ConfigError, lambda: sw.trace(model, batch(0), ignored=["router"]))
     assert "ignored" in text

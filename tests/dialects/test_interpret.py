@@ -32,7 +32,7 @@ from shardwise.dialects.policy import FILL_IN
 from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
-from tests.copies import said
+from tests.copies import error_text
 
 GAUDI = """{
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -144,7 +144,7 @@ def test_a_strategy_is_a_number_or_a_word_in_any_case(number: int, name: str) ->
 
 @pytest.mark.parametrize("tree", [[], {}, ["full_shard"], "full_shard", None])
 def test_what_has_no_keys_is_refused_with_what_to_pass(tree: object) -> None:
-    text = said(ConfigError, lambda: read(tree))
+    text = error_text(ConfigError, lambda: read(tree))
     assert f"this is the {type(tree).__name__} {tree!r}. Pass what json.load()" in text
 
 
@@ -164,12 +164,12 @@ def test_a_value_that_is_none_of_a_keys_says_what_to_write(
 ) -> None:
     report = read({key: value})
     assert status(report, key) == ("contradictory", f"not a value of this key; {what_to_do}")
-    assert what_to_do in said(ConfigError, report.check)
+    assert what_to_do in error_text(ConfigError, report.check)
 
 
 def test_an_unknown_strategy_lists_those_there_are() -> None:
     report = read({"fsdp_sharding_strategy": "FULL_SHRAD"})
-    assert "choose one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, " in said(
+    assert "choose one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, " in error_text(
         ConfigError, report.check
     )
     assert report.policy == Policy()
@@ -181,7 +181,7 @@ def test_a_misspelt_key_is_ignored_with_the_nearest_and_fatal_on_request() -> No
     report = read(tree)
     assert status(report, "fsdp_sharding_stratgy") == ("ignored", text)
     report.check()
-    error = said(ConfigError, lambda: read(tree, strict=True))
+    error = error_text(ConfigError, lambda: read(tree, strict=True))
     assert error.endswith(f"cannot be followed:\nfsdp_sharding_stratgy: 2 is ignored: {text}")
 
 
@@ -316,7 +316,7 @@ def test_the_words_of_transformers(words: object) -> None:
     ],
 )
 def test_words_that_cannot_be_followed(words: str, sentence: str) -> None:
-    error = said(ConfigError, lambda: read({"fsdp": words}, "transformers", strict=True))
+    error = error_text(ConfigError, lambda: read({"fsdp": words}, "transformers", strict=True))
     assert sentence in error
 
 

@@ -17,7 +17,7 @@ from shardwise.checkpoint.options import LoadOptions, SaveOptions
 from shardwise.config.options import Options
 from shardwise.optim.fused import AdamWPolicy
 from shardwise.optim.muon import MuonPolicy
-from tests.copies import said
+from tests.copies import error_text
 
 SAVED, GIVEN = {"self", "path", "optimizer", "training"}, {"self", "sharded", "groups"}
 READ = {"self", "path", "run", "optimizer", "optimizers"}
@@ -59,12 +59,12 @@ def test_a_front_door_lists_the_fields_of_its_options(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_public_constructor_answers_wrong_names_and_types(policy: Callable[..., Any]) -> None:
-    assert "has no option 'colour'; " in said(sw.ConfigError, lambda: policy(colour=1))
+    assert "has no option 'colour'; " in error_text(sw.ConfigError, lambda: policy(colour=1))
     needed: dict[str, Any] = {"name": "mine"} if policy is sw.Placement else {}
     if policy is sw.Training:  # its values are looked at where all ranks meet
         return
     for name in {item.name for item in fields(policy)}:  # type: ignore[arg-type]
-        text = said(sw.ConfigError, partial(policy, **needed | {name: object()}))
+        text = error_text(sw.ConfigError, partial(policy, **needed | {name: object()}))
         assert f"{name} is a object" in text
 
 
@@ -127,4 +127,4 @@ ANSWERS: list[tuple[Callable[[], object], str]] = [
 
 @pytest.mark.parametrize(("call", "text"), ANSWERS)
 def test_a_wrong_option_is_answered_in_words(call: Callable[[], object], text: str) -> None:
-    assert said(sw.ConfigError, call).startswith(text)
+    assert error_text(sw.ConfigError, call).startswith(text)

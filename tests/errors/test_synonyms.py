@@ -18,7 +18,7 @@ from shardwise.config.strategies import placement_of
 from shardwise.errors.synonyms import _OPTIONS, _STRATEGIES, option_hint
 from shardwise.recipe.errors import known_keys
 from shardwise.recipe.key_suggestions import suggestions
-from tests.copies import said
+from tests.copies import error_text
 
 OURS = {item.name for item in fields(Options)} | {"strategy", "wrap", "comm"}
 
@@ -40,7 +40,7 @@ def test_an_option_of_another_library_is_answered_by_what_it_is_here(
     option: str, text: str
 ) -> None:
     anything: Any = True
-    answered = said(sw.ConfigError, lambda: Options(**{option: anything}))
+    answered = error_text(sw.ConfigError, lambda: Options(**{option: anything}))
     assert answered.startswith(f"shard() has no option {option!r}; {text}")
 
 
@@ -69,7 +69,7 @@ def test_no_word_has_two_meanings_and_none_is_ours_already() -> None:
 
 def test_an_optimizer_knows_what_others_call_its_options() -> None:
     sharded = sw.shard(torch.nn.Linear(2, 2), comm=LocalComm())
-    text = said(sw.ConfigError, lambda: sw.optim.AdamW(sharded, learning_rate=0.1))  # type: ignore[call-arg]
+    text = error_text(sw.ConfigError, lambda: sw.optim.AdamW(sharded, learning_rate=0.1))  # type: ignore[call-arg]
     assert text.startswith("AdamW() has no option 'learning_rate'; that is lr= here. Options are ")
 
 
@@ -87,6 +87,6 @@ def test_an_optimizer_knows_what_others_call_its_options() -> None:
 )
 def test_the_earlier_words_of_precision_are_answered_by_torch_s(old: str, new: str) -> None:
     anything: Any = torch.bfloat16
-    answered = said(sw.ConfigError, lambda: sw.Precision(**{old: anything}))
+    answered = error_text(sw.ConfigError, lambda: sw.Precision(**{old: anything}))
     assert answered.startswith(f"Precision() has no option {old!r}; that is {new}= here. Options")
     assert suggestions(f"sharding.precision.{old}", known_keys()) == [f"sharding.precision.{new}"]

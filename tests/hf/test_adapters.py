@@ -28,7 +28,7 @@ from shardwise.hf.adapters import (
     load_adapter,
     save_adapter,
 )
-from tests.copies import equal, said, seeded
+from tests.copies import equal, error_text, seeded
 from tests.nets import Batch, tokens
 from tests.parity.plain import ADAMW, Recipe, one_by_one
 from tests.parity.sharded import How, assert_equal, on_threads
@@ -222,7 +222,7 @@ def test_one_of_another_shape_is_not_loaded(tmp_path: Path) -> None:
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path))
+        return error_text(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path))
 
     for text in on_ranks(lora(target_modules=["q_proj", "v_proj"]), rank):
         assert "4 of 8 tensors differ, first base_model.model.model.layers.0.self_attn.v_pr" in text
@@ -268,11 +268,11 @@ def test_a_model_without_that_adapter_is_refused(tmp_path: Path) -> None:
 
     def without(comm: Comm) -> str:
         sharded = sw.shard(models[comm.rank], comm=comm)
-        return said(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path))
+        return error_text(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path))
 
     def other(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path, "second"))
+        return error_text(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path, "second"))
 
     assert "it has none" in run_threads(WORLD, without)[1]
     assert "no peft adapter 'second'; it has 'default'" in on_ranks(lora(), other)[1]
@@ -290,7 +290,7 @@ def test_what_peft_raises_is_raised_on_every_rank(error: type[Exception], tmp_pa
             raise error("of its own")
 
         model.save_pretrained = fails
-        return said(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path / "adapter"))
+        return error_text(sw.CheckpointError, lambda: save_adapter(sharded, tmp_path / "adapter"))
 
     texts = run_threads(WORLD, rank)
     assert all(f"{error.__name__}: of its own" in text for text in texts)
@@ -298,11 +298,11 @@ def test_what_peft_raises_is_raised_on_every_rank(error: type[Exception], tmp_pa
 
 def test_a_folder_without_an_adapter_says_what_it_holds(tmp_path: Path) -> None:
     sharded = sw.shard(adapted(lora()))
-    absent = said(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path / "absent"))
+    absent = error_text(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path / "absent"))
     assert "absent has no adapter_model.safetensors, so there is no adapter to load" in absent
     assert "it is empty, or no folder. Name a folder that save_adapter" in absent
     (tmp_path / "model.safetensors").touch()
-    base = said(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path))
+    base = error_text(sw.CheckpointError, lambda: load_adapter(sharded, tmp_path))
     assert "no adapter to load: it holds model.safetensors. Name" in base
 
 
@@ -398,9 +398,11 @@ def test_a_checkpoint_of_the_adapter_alone_is_enough_to_go_on(
 def test_adapters_after_shard_are_refused() -> None:
     model: Any = seeded(llama)
     sw.shard(model)
-    assert "quantise the model, prepare" in said(sw.ConfigError, lambda: add_adapter(model, lora()))
+    assert "quantise the model, prepare" in error_text(
+        sw.ConfigError, lambda: add_adapter(model, lora())
+    )
     adapted_late: nn.Module = peft.get_peft_model(model, lora())
-    text = said(sw.ConfigError, lambda: answer(adapted_late))
+    text = error_text(sw.ConfigError, lambda: answer(adapted_late))
     assert "adapters were added after shard()" in text
     assert "get_peft_model, shard(), and then the optimizer" in text
 
@@ -411,19 +413,19 @@ def test_an_optimizer_from_before_the_adapters_is_refused() -> None:
     model: Any = peft.get_peft_model(base, lora())
     sw.shard(model)
     loss_of(model, labelled(0, 2)).backward()
-    text = said(sw.OptimizerError, optimizer.step)
+    text = error_text(sw.OptimizerError, optimizer.step)
     assert "none that is trained: it was made before the adapters were added. The order" in text
 
 
 def test_preparing_for_k_bit_training_after_the_adapters_is_refused() -> None:
     prepare: Any = peft.prepare_model_for_kbit_training
     model = prepare(adapted(lora()))
-    text = said(sw.ConfigError, lambda: sw.shard(model))
+    text = error_text(sw.ConfigError, lambda: sw.shard(model))
     assert "prepare_model_for_kbit_training(), or requires_grad_(False), froze the adapter" in text
 
 
 def test_initial_values_that_change_the_base_are_refused() -> None:
-    text = said(sw.ConfigError, lambda: add_adapter(llama(), lora(init_lora_weights="pissa")))
+    text = error_text(sw.ConfigError, lambda: add_adapter(llama(), lora(init_lora_weights="pissa")))
     assert "Choose one of True, False, 'gaussian', 'orthogonal'" in text
 
 
@@ -439,7 +441,7 @@ def test_initial_values_that_change_the_base_are_refused() -> None:
 def test_a_configuration_that_peft_refuses_is_an_error_of_ours(options: dict[str, Any]) -> None:
     options = {"r": 3, "target_modules": ["q_proj"], **options}
     config = peft.LoraConfig(**options)
-    text = said(sw.ConfigError, lambda: add_adapter(llama(), config))
+    text = error_text(sw.ConfigError, lambda: add_adapter(llama(), config))
     assert "peft could not add the adapter: " in text
 
 

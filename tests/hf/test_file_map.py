@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.comm.protocol import Comm
 from shardwise.hf.weights import _whole
-from tests.copies import said
+from tests.copies import error_text
 from tests.hf.folders import tiny
 from tests.ranks import run_threads
 
@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
     folder = changed(tiny(architecture, tmp_path), change)
 
     def rank(comm: Comm) -> str:
-        return said(sw.CheckpointError, lambda: sw.hf.load(folder, comm=comm))
+        return error_text(sw.CheckpointError, lambda: sw.hf.load(folder, comm=comm))
 
     for text in run_threads(2, rank):
         assert line in text
@@ -96,7 +96,7 @@ def test_a_tied_weight_that_is_stored_twice_must_be_the_same_one(tmp_path: Path)
     changed(folder, twice(1.0))
 
     def rank(comm: Comm) -> str:
-        return said(sw.CheckpointError, lambda: sw.hf.load(folder, comm=comm))
+        return error_text(sw.CheckpointError, lambda: sw.hf.load(folder, comm=comm))
 
     for text in run_threads(2, rank):  # the difference lies in rank 1's part
         assert "the files hold two different ones. Set tie_word_embeddings to false" in text

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.hf.targets import trainable_line
-from tests.copies import equal, said
+from tests.copies import equal, error_text
 from tests.hf.folders import ARCHITECTURES, CHAT_TEMPLATE, VOCABULARY, tiny
 from tests.nets import tokens
 from tests.parity.plain import SGD, Recipe, one_by_one
@@ -186,7 +186,7 @@ def test_an_argument_of_another_kind_is_answered_with_what_to_pass(
     arguments: dict[str, Any], text: str
 ) -> None:
     """Before the folder, which does not exist here, is looked for."""
-    assert text in said(sw.ConfigError, partial(sw.hf.load, "absent/folder", **arguments))
+    assert text in error_text(sw.ConfigError, partial(sw.hf.load, "absent/folder", **arguments))
 
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

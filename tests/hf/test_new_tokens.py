@@ -17,7 +17,7 @@ from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.comm.protocol import Comm
 from shardwise.hf.adapters import save_adapter
 from shardwise.hf.merge import merged_weights
-from tests.copies import said
+from tests.copies import error_text
 from tests.hf.folders import END, VOCABULARY, tiny
 from tests.ranks import run_threads
 
@@ -91,16 +91,20 @@ def test_they_are_trained_in_the_dtype_of_the_model(
 def test_what_is_no_new_token_is_refused(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path)
     load = partial(sw.hf.load, folder, lora=lora(), new_tokens=[END])
-    assert f"{END!r} cannot be added to the tokenizer: it has it" in said(sw.ConfigError, load)
+    assert f"{END!r} cannot be added to the tokenizer: it has it" in error_text(
+        sw.ConfigError, load
+    )
     load = partial(sw.hf.load, folder, lora=lora(), new_tokens=[""])  # peft would train every row
-    assert "new token '' cannot be added to the tokenizer: it is empty." in said(
+    assert "new token '' cannot be added to the tokenizer: it is empty." in error_text(
         sw.ConfigError, load
     )
     without = partial(sw.hf.load, folder, new_tokens=NEW[:1])
-    assert "<tool 0>, and lora is None: an adapter trains" in said(sw.ConfigError, without)
+    assert "<tool 0>, and lora is None: an adapter trains" in error_text(sw.ConfigError, without)
     own = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
     both = partial(sw.hf.load, folder, lora=own, new_tokens=NEW[:1])
-    assert "indices=[3] are those of lora, and new_tokens (<tool 0>)" in said(sw.ConfigError, both)
+    assert "indices=[3] are those of lora, and new_tokens (<tool 0>)" in error_text(
+        sw.ConfigError, both
+    )
 
 
 def test_one_that_is_named_twice_has_one_row(tmp_path: Path) -> None:
@@ -112,5 +116,5 @@ def test_rows_that_the_base_lacks_are_not_merged(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path / "base")
     save_adapter(sw.hf.load(folder, lora=lora(), new_tokens=NEW).sharded, tmp_path / "adapter")
     with CheckpointReader.open(folder) as source:
-        text = said(sw.CheckpointError, lambda: merged_weights(source, tmp_path / "adapter"))
+        text = error_text(sw.CheckpointError, lambda: merged_weights(source, tmp_path / "adapter"))
     assert "trains token 320, and the base has rows for 320" in text

@@ -23,7 +23,7 @@ from shardwise.hf.quantized import adopt, quantize, quantize_codes, share_scales
 from shardwise.memory.shard_tensor.adapter_order import ORDER
 from shardwise.plan.bytes import table_of
 from shardwise.plan.draw import draw
-from tests.copies import clones, equal, said, seeded
+from tests.copies import clones, equal, error_text, seeded
 from tests.fake import FakeComm
 from tests.hf.quantising import quantising_one_at_a_time, updating_alone
 from tests.nets import tokens
@@ -373,11 +373,11 @@ def test_preparing_freezes_and_casts_all_but_the_bytes() -> None:
 
 def test_each_wrong_order_is_named() -> None:
     config = bits()
-    assert ORDER in said(sw.ConfigError, lambda: prepare(seeded(llama)))
+    assert ORDER in error_text(sw.ConfigError, lambda: prepare(seeded(llama)))
     with_adapters = adapted(ours(config))
-    assert "has adapters of peft" in said(sw.ConfigError, lambda: prepare(with_adapters))
+    assert "has adapters of peft" in error_text(sw.ConfigError, lambda: prepare(with_adapters))
     plain = peft.get_peft_model(seeded(llama), peft.LoraConfig(target_modules=LINEARS))
-    text = said(sw.ConfigError, lambda: quantize(plain, config))
+    text = error_text(sw.ConfigError, lambda: quantize(plain, config))
     assert text == (
         "quantize() was called on a model that has adapters of peft, which would be replaced or "
         f"frozen. {ORDER}"
@@ -385,11 +385,11 @@ def test_each_wrong_order_is_named() -> None:
     sharded = ours(config)
     sw.shard(sharded, comm=FakeComm(0, 2))
     for call in (lambda: prepare(sharded), lambda: adopt(sharded)):
-        assert "is sharded, so each rank" in said(sw.ConfigError, call)
+        assert "is sharded, so each rank" in error_text(sw.ConfigError, call)
     whole = seeded(llama)
     sw.shard(whole, comm=FakeComm(0, 2))
-    assert ORDER in said(sw.ConfigError, lambda: quantize(whole, config))
-    assert "Call it once" in said(sw.ConfigError, lambda: quantize(ours(config), config))
+    assert ORDER in error_text(sw.ConfigError, lambda: quantize(whole, config))
+    assert "Call it once" in error_text(sw.ConfigError, lambda: quantize(ours(config), config))
 
 
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
@@ -397,28 +397,28 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
         return transformers.BitsAndBytesConfig(**options)
 
     fp16 = of(load_in_8bit=True, llm_int8_has_fp16_weight=True)
-    assert "Leave it out" in said(sw.ConfigError, lambda: quantize(seeded(llama), fp16))
-    assert "load_in_4bit=True" in said(sw.ConfigError, lambda: quantize(seeded(llama), of()))
+    assert "Leave it out" in error_text(sw.ConfigError, lambda: quantize(seeded(llama), fp16))
+    assert "load_in_4bit=True" in error_text(sw.ConfigError, lambda: quantize(seeded(llama), of()))
     none = bits(llm_int8_skip_modules=["model", "lm_head"])
-    assert "Shorten llm_int8_skip_modules" in said(
+    assert "Shorten llm_int8_skip_modules" in error_text(
         sw.ConfigError, lambda: quantize(seeded(llama), none)
     )
     misspelt = bits(llm_int8_skip_modules=["lm_heed"])
-    text = said(sw.ConfigError, lambda: quantize(seeded(llama), misspelt))
+    text = error_text(sw.ConfigError, lambda: quantize(seeded(llama), misspelt))
     assert "names 'lm_heed', and no module of LlamaForCausalLM has this name" in text
     assert "Nearest are lm_head, " in text
     stored = quantize(seeded(llama), bits(bnb_4bit_quant_storage=torch.bfloat16))
     assert stored.notes[0].startswith("bnb_4bit_quant_storage=torch.bfloat16 has no effect")
     divided = by_bitsandbytes(bits())
     divided.hf_device_map = {"model": 0, "lm_head": 1}
-    assert 'device_map={"": LOCAL_RANK}' in said(sw.ConfigError, lambda: adopt(divided))
-    assert "no layer that bitsandbytes" in said(sw.ConfigError, lambda: adopt(seeded(llama)))
+    assert 'device_map={"": LOCAL_RANK}' in error_text(sw.ConfigError, lambda: adopt(divided))
+    assert "no layer that bitsandbytes" in error_text(sw.ConfigError, lambda: adopt(seeded(llama)))
     early = bnb.nn.Linear4bit(8, 8, False)
-    assert "not quantised yet" in said(sw.ConfigError, lambda: adopt(nn.Sequential(early)))
+    assert "not quantised yet" in error_text(sw.ConfigError, lambda: adopt(nn.Sequential(early)))
     half = of(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
     check_compute(half, torch.bfloat16)
     check_compute(half, None)
-    text = said(sw.ConfigError, lambda: check_compute(half, torch.float16))
+    text = error_text(sw.ConfigError, lambda: check_compute(half, torch.float16))
     assert text.startswith("training computes in float16, and 4-bit layers in bfloat16")
 
 

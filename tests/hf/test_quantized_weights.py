@@ -15,7 +15,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.hf.adapters import save_adapter
 from shardwise.hf.preparation import prepare
 from shardwise.hf.quantized import quantize
-from tests.copies import equal, said
+from tests.copies import equal, error_text
 from tests.hf.folders import tiny
 from tests.hf.quantising import quantising_one_at_a_time
 from tests.nets import tokens
@@ -82,7 +82,7 @@ def test_an_adapter_on_it_is_trained_and_answers_in_peft(tmp_path: Path) -> None
     assert f"{adapter:,}" in text.splitlines()[-1]
     assert f"{linears + others:,}" in text.splitlines()[-1]  # values, and not their bytes
     dora = peft.LoraConfig(r=3, use_dora=True, target_modules="all-linear")
-    refused = said(sw.ConfigError, lambda: sw.hf.load(folder, quantization=bits(), lora=dora))
+    refused = error_text(sw.ConfigError, lambda: sw.hf.load(folder, quantization=bits(), lora=dora))
     assert "sharded bytes" in refused
 
 

@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, on_ranks, seeded
 from tests.hf.quantising import updating_alone
 from tests.steps import STRATEGIES, averaged, train
 
@@ -129,7 +129,7 @@ def test_shards_that_cut_blocks_are_refused_with_the_way_out() -> None:
         sw.shard(model, comm=comm)
         optimizer = made(model)
         train(model, batch(0, comm.rank))
-        return said(sw.OptimizerError, optimizer.step)
+        return error_text(sw.OptimizerError, optimizer.step)
 
     for text in on_ranks(3, net, rank):
         assert text.startswith("AdamW8bit keeps one scale for each 256 elements, and parameter '")
@@ -164,7 +164,7 @@ def test_adapters_are_trained_on_a_frozen_base_that_is_cut_inside_blocks() -> No
         )
         sharded.model.requires_grad_(True)
         train(model, batch(2, 0))
-        text = said(sw.OptimizerError, optimizer.step)
+        text = error_text(sw.OptimizerError, optimizer.step)
         sharded.relayout()
         train(model, batch(2, 0))
         optimizer.step()
@@ -176,7 +176,7 @@ def test_adapters_are_trained_on_a_frozen_base_that_is_cut_inside_blocks() -> No
 
 
 def test_a_negative_blocksize_is_refused() -> None:
-    text = said(sw.ConfigError, lambda: sw.shard(seeded(net), blocksize=-1))
+    text = error_text(sw.ConfigError, lambda: sw.shard(seeded(net), blocksize=-1))
     assert text == "blocksize is -1; set 256, or 0 to cut between rows."
 
 
@@ -201,12 +201,12 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
 
     def cut_elsewhere(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return said(sw.OptimizerError, lambda: sharded.load(tmp_path / "2", made(model)))
+        return error_text(sw.OptimizerError, lambda: sharded.load(tmp_path / "2", made(model)))
 
     def frozen(comm: Comm, model: nn.Module) -> str:
         """Whose optimizer has no state yet: the loaded state would be cut, with wrong scales."""
         sharded, optimizer = sw.shard(model, comm=comm), made(model.requires_grad_(False))
-        return said(sw.CheckpointError, lambda: sharded.load(tmp_path / "2", optimizer))
+        return error_text(sw.CheckpointError, lambda: sharded.load(tmp_path / "2", optimizer))
 
     for rank_fn in (cut_elsewhere, frozen):
         assert all("inside such blocks" in text for text in on_ranks(3, net, rank_fn))

@@ -26,7 +26,7 @@ from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.optim import fused
 from shardwise.torch_internals import fused_adamw_
 from tests import nets
-from tests.copies import assert_near, clones, equal, local, on_ranks, said
+from tests.copies import assert_near, clones, equal, error_text, local, on_ranks
 from tests.fake import FakeComm
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
@@ -313,17 +313,17 @@ def test_state_of_another_optimizer_or_shape_is_refused() -> None:
     sharded = sw.shard(model)
     flat = sw.optim.AdamW(sharded)
     sgd = torch.optim.SGD(model.parameters()).state_dict()
-    text = said(sw.ConfigError, lambda: flat.load_state_dict(sgd))
+    text = error_text(sw.ConfigError, lambda: flat.load_state_dict(sgd))
     assert text.startswith("a parameter group of the state dict has no 'betas', so it was saved by")
     for name, value in (("maximize", True), ("decoupled_weight_decay", False)):
         other = torch.optim.AdamW(model.parameters()).state_dict()
         other["param_groups"][0][name] = value
-        text = said(sw.ConfigError, lambda: flat.load_state_dict(other))  # noqa: B023
+        text = error_text(sw.ConfigError, lambda: flat.load_state_dict(other))  # noqa: B023
         assert text.startswith(f"a parameter group has {name}={value}, and the fused optimizers")
     Twin(model, sharded, flat).step(DECODER.batch(0, 2))
     mine = copy.deepcopy(flat.state_dict())
     mine["state"][0]["exp_avg"] = torch.zeros(4, 4)
-    text = said(sw.OptimizerError, lambda: flat.load_state_dict(mine))
+    text = error_text(sw.OptimizerError, lambda: flat.load_state_dict(mine))
     assert text.startswith("state 'exp_avg' of parameter 'embed.weight' is of other ranks, or has")
 
 
@@ -370,7 +370,7 @@ def test_state_that_is_thrown_away_begins_anew(reset: Callable[[Optimizer], None
 def test_it_can_be_neither_copied_nor_pickled() -> None:
     optimizer = sw.optim.AdamW(sw.shard(nets.decoder()))
     for do in (lambda: copy.deepcopy(optimizer), lambda: torch.save(optimizer, io.BytesIO())):
-        text = said(sw.OptimizerError, do)
+        text = error_text(sw.OptimizerError, do)
         assert text.startswith("a sw.optim.AdamW works on the memory of one rank's shards")
 
 
@@ -439,18 +439,20 @@ def test_after_unshard_it_says_so_and_torchs_goes_on_with_its_state() -> None:
         comm.agree({})  # ranks as threads share torch's hooks, which unshard() removes
         plain.optimizer.step()
         before = clones(model.state_dict())
-        text = said(sw.OptimizerError, flat.optimizer.step)
+        text = error_text(sw.OptimizerError, flat.optimizer.step)
         assert text.startswith(
             "this AdamW updates the 5 buckets of a model that has been unsharded"
         )
-        said(sw.OptimizerError, lambda: flat.optimizer.load_state_dict(flat.optimizer.state_dict()))
+        error_text(
+            sw.OptimizerError, lambda: flat.optimizer.load_state_dict(flat.optimizer.state_dict())
+        )
         assert equal(clones(model.state_dict()), before)
         goes_on = torch.optim.AdamW(model.parameters())
         goes_on.load_state_dict(flat.optimizer.state_dict())
         goes_on.step()
         assert_alike(model.state_dict(), plain.model.state_dict())
         again = sw.shard(model, comm=comm)  # the old one does not take the new shards for its own
-        said(sw.OptimizerError, flat.optimizer.step)
+        error_text(sw.OptimizerError, flat.optimizer.step)
         newer = sw.optim.AdamW(again, **ADAMW)
         newer.load_state_dict(goes_on.state_dict())
         Twin(model, again, newer).step(DECODER.batch(8, 2))
@@ -517,7 +519,7 @@ def test_hooks_run_and_the_engine_checks_the_step() -> None:
         assert {type(param) for param in model.parameters()} == {ShardedParameter}
         with sharded.no_sync():
             train(model, DECODER.batch(comm.rank, 2))
-        assert "accumulated and never reduced" in said(sw.ScheduleError, optimizer.step)
+        assert "accumulated and never reduced" in error_text(sw.ScheduleError, optimizer.step)
 
     on_ranks(2, DECODER.build, rank)
 
@@ -526,7 +528,7 @@ def test_it_wants_the_handle_of_a_sharded_model() -> None:
     model = nets.decoder()
     sw.shard(model)
     for given, what in ((model, "Decoder"), (model.parameters(), "generator"), ([], "list")):
-        text = said(sw.ConfigError, lambda: sw.optim.AdamW(given))  # type: ignore[arg-type] # noqa: B023
+        text = error_text(sw.ConfigError, lambda: sw.optim.AdamW(given))  # type: ignore[arg-type] # noqa: B023
         assert text == (
             f"sw.optim.AdamW was given a {what}, and it needs the flat shards of a sharded model. "
             "Pass the handle that sw.shard() returned: sw.optim.AdamW(sharded)."

@@ -16,7 +16,7 @@ from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import sharding_of
 from shardwise.optim.flat_state import STEP, FlatGradient, FlatState
 from tests import nets
-from tests.copies import local, on_ranks, said
+from tests.copies import error_text, local, on_ranks
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
 
@@ -115,7 +115,7 @@ def test_state_of_another_shape_is_refused() -> None:
     held = some_of(sw.shard(nets.decoder()))[0]
     state = new_state()
     state[held.params[0]] = {"moment": torch.zeros(3, 5)}
-    text = said(sw.OptimizerError, lambda: held.take(state))
+    text = error_text(sw.OptimizerError, lambda: held.take(state))
     assert text == "state 'moment' is torch.Size([3, 5]), its shard torch.Size([37, 16])."
 
 
@@ -154,7 +154,7 @@ def test_values_of_another_shape_are_refused() -> None:
     sharded = sw.shard(nets.decoder(), "no_shard")  # shards refuse them where they are assigned
     held = some_of(sharded)[0]
     held.params[0].data = torch.zeros(2, 2)
-    text = said(sw.ConfigError, held.adopt)
+    text = error_text(sw.ConfigError, held.adopt)
     assert text.startswith("parameter 'embed.weight' was replaced by a tensor of shape (2, 2)")
 
 

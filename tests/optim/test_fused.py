@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.parameters import Bucket
 from tests import nets
-from tests.copies import local, on_ranks, said
+from tests.copies import error_text, local, on_ranks
 from tests.nets import Net
 from tests.steps import train
 
@@ -134,12 +134,12 @@ def test_options_that_cannot_work_are_refused(
     kind: Callable[..., Optimizer], options: dict[str, Any], start: str
 ) -> None:
     sharded = sw.shard(nets.decoder())
-    assert said(sw.ConfigError, lambda: kind(sharded, **options)).startswith(start)
+    assert error_text(sw.ConfigError, lambda: kind(sharded, **options)).startswith(start)
 
 
 def test_an_option_that_does_not_exist_is_refused_with_the_nearest() -> None:
     sharded = sw.shard(nets.decoder())
-    text = said(sw.ConfigError, lambda: sw.optim.AdamW(sharded, weigth_decay=0.1))  # type: ignore[call-arg]
+    text = error_text(sw.ConfigError, lambda: sw.optim.AdamW(sharded, weigth_decay=0.1))  # type: ignore[call-arg]
     assert text == (
         "AdamW() has no option 'weigth_decay'; nearest is 'weight_decay'. Options are amsgrad, "
         "betas, eps, groups, lr, max_norm, sharded, weight_decay."

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks, said
+from tests.copies import clones, equal, error_text, local, on_ranks
 from tests.steps import STRATEGIES, train
 
 BUILD, BATCH = nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch
@@ -107,7 +107,7 @@ def test_scales_that_differ_between_ranks_are_an_error_with_both(strategy: str) 
         optimizer = OPTIMIZERS["loop"](sw.shard(model, strategy, comm=comm, mesh=mesh))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + comm.rank // 2))
         scaler.scale(nets.loss(model, BATCH(comm.rank, 2))).backward()
-        return said(sw.RanksDisagree, lambda: scaler.step(optimizer))
+        return error_text(sw.RanksDisagree, lambda: scaler.step(optimizer))
 
     for text in on_ranks(4, BUILD, rank):
         assert text.startswith("a GradScaler has scale 1024 on rank 0 and 2048 on rank 2, so ")

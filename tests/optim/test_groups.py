@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.copies import on_ranks, said
+from tests.copies import error_text, on_ranks
 
 BIASES_AND_NORMS = [r".*\.bias", r".*norm.*"]
 
@@ -110,7 +110,7 @@ def test_a_group_can_be_added_later() -> None:
 
 def test_a_pattern_that_finds_nothing_is_refused_with_the_nearest_names() -> None:
     sharded = sw.shard(nets.decoder())
-    text = said(sw.ConfigError, lambda: sw.optim.AdamW(sharded, [{"params": ["norm.bia"]}]))
+    text = error_text(sw.ConfigError, lambda: sw.optim.AdamW(sharded, [{"params": ["norm.bia"]}]))
     assert text.startswith("no trainable parameter has a name that 'norm.bia' matches; the nearest")
     assert "'norm.bias'" in text
     assert text.endswith("r'.*\\.bias' finds the bias of every module.")
@@ -123,7 +123,7 @@ def test_a_parameter_of_another_model_is_refused() -> None:
         (plain.weight, "Parameter"),
         (3, "int"),
     ):
-        text = said(sw.OptimizerError, lambda: sw.optim.AdamW(sharded, [{"params": [param]}]))  # noqa: B023
+        text = error_text(sw.OptimizerError, lambda: sw.optim.AdamW(sharded, [{"params": [param]}]))  # noqa: B023
         assert text.startswith(
             f"{what} is in a parameter group and is none of this sharded model's"
         )
@@ -142,7 +142,7 @@ def test_a_parameter_in_two_groups_is_refused_by_torch() -> None:
 
 def test_a_dtype_that_no_fused_kernel_takes_is_refused() -> None:
     sharded = sw.shard(nn.Linear(2, 2, dtype=torch.complex64))
-    text = said(sw.OptimizerError, lambda: sw.optim.AdamW(sharded))
+    text = error_text(sw.OptimizerError, lambda: sw.optim.AdamW(sharded))
     assert text.startswith("parameter 'weight' is torch.complex64, and fused kernels update real")
 
 
@@ -158,7 +158,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_group_with_an_option_that_cannot_work_is_refused(name: str) -> None:
     sharded = sw.shard(nets.decoder())
     group, start = BAD[name]
-    text = said(sw.ConfigError, lambda: sw.optim.AdamW(sharded, [{"params": ".*", **group}]))
+    text = error_text(sw.ConfigError, lambda: sw.optim.AdamW(sharded, [{"params": ".*", **group}]))
     assert text.startswith(start)
 
 

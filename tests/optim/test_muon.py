@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from tests import nets
-from tests.copies import assert_near, clones, equal, local, on_ranks, said, seeded
+from tests.copies import assert_near, clones, equal, error_text, local, on_ranks, seeded
 from tests.nets import Net
 from tests.steps import STRATEGIES, averaged, train
 
@@ -228,7 +228,7 @@ def test_what_is_no_matrix_or_no_option_is_refused() -> None:
     sharded = sw.shard(seeded(nets.decoder), comm=LocalComm())
 
     def refused(**options: Any) -> str:
-        return said(sw.ConfigError, lambda: sw.optim.Muon(sharded, **options))
+        return error_text(sw.ConfigError, lambda: sw.optim.Muon(sharded, **options))
 
     assert "parameter 'blocks.0.norm1.weight' of shape (16,) is in a group of Muon" in refused(
         groups=[{"params": r".*norm1\.weight"}]

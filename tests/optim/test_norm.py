@@ -16,7 +16,7 @@ from shardwise.memory.sharding import sharding_of
 from shardwise.optim.norm import _power, norm_of
 from tests import nets
 from tests.comm.transports.test_backend import Named
-from tests.copies import assert_near, local, on_ranks, said, seeded
+from tests.copies import assert_near, error_text, local, on_ranks, seeded
 from tests.fake import FakeComm
 from tests.nets import NETS, Net
 from tests.parity.plain import put_gradients
@@ -157,7 +157,9 @@ def test_a_part_of_the_model_is_clipped_by_its_own_norm(strategy: str) -> None:
 
 def test_parameters_of_another_model_are_not_clipped() -> None:
     sharded, other = sw.shard(nets.decoder()), nn.Linear(2, 2)
-    text = said(sw.ConfigError, lambda: sharded.clip_grad_norm_(1.0, parameters=other.parameters()))
+    text = error_text(
+        sw.ConfigError, lambda: sharded.clip_grad_norm_(1.0, parameters=other.parameters())
+    )
     assert text.startswith("2 of the 2 parameters whose gradients are to be clipped are not those ")
 
 
@@ -196,7 +198,7 @@ def test_the_sum_over_ranks_is_one_operation_however_many_there_are() -> None:
 )
 def test_what_is_no_norm_is_refused(max_norm: float, norm_type: float) -> None:
     sharded = sw.shard(nets.decoder())
-    text = said(sw.ConfigError, lambda: sharded.clip_grad_norm_(max_norm, norm_type))
+    text = error_text(sw.ConfigError, lambda: sharded.clip_grad_norm_(max_norm, norm_type))
     assert text == (
         f"max_norm ({max_norm}) must be at least 0, and norm_type ({norm_type}) above 0."
     )
@@ -208,7 +210,7 @@ def test_a_rank_that_clips_at_another_norm_is_named_in_the_next_step(strategy: s
         sharded = sw.shard(model, strategy, comm=comm)
         train(model, DECODER.batch(comm.rank, 2))
         sharded.clip_grad_norm_(0.5 if comm.rank else 1.0)
-        return said(sw.RanksDisagree, lambda: train(model, DECODER.batch(comm.rank, 2)))
+        return error_text(sw.RanksDisagree, lambda: train(model, DECODER.batch(comm.rank, 2)))
 
     for text in on_ranks(2, DECODER.build, rank):
         assert "used parameters, after 1 × clip_grad_norm_(1) (" in text

@@ -25,7 +25,7 @@ from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import sharding_of
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from tests import nets
-from tests.copies import assert_near, clones, equal, on_ranks, said, seeded
+from tests.copies import assert_near, clones, equal, error_text, on_ranks, seeded
 from tests.fake import FakeComm
 from tests.nets import Net
 from tests.parity.plain import Recipe, one_by_one
@@ -189,7 +189,7 @@ def test_an_optimizer_that_looks_across_elements_is_refused_with_the_reason(
         optimizer = make(model.parameters())
         train(model, nets.decoder_batch(comm.rank, 2))
         before = clones(sharded.local_state_dict())
-        text = said(sw.OptimizerError, lambda: optimizer.step(lambda: 0.0))
+        text = error_text(sw.OptimizerError, lambda: optimizer.step(lambda: 0.0))
         assert equal(sharded.local_state_dict(), before)
         return text
 
@@ -209,7 +209,7 @@ def test_sparse_adam_is_refused_since_averages_are_dense(strategy: str) -> None:
         sw.shard(model, strategy, comm=comm)
         optimizer = torch.optim.SparseAdam(list(model.parameters()))
         train(model, nets.decoder_batch(comm.rank, 2))
-        return said(sw.OptimizerError, optimizer.step)
+        return error_text(sw.OptimizerError, optimizer.step)
 
     for text in on_ranks(2, nets.decoder, rank):
         assert text.startswith("SparseAdam cannot step on a sharded model: it needs sparse")
@@ -243,7 +243,7 @@ def test_the_refusal_is_the_same_on_a_rank_that_holds_all_of_what_is_optimized()
         bias = model.get_parameter("blocks.0.offset")
         optimizer = torch.optim.LBFGS([bias])
         train(model, ODD.batch(comm.rank, 2))
-        said(sw.OptimizerError, lambda: optimizer.step(lambda: 0.0))
+        error_text(sw.OptimizerError, lambda: optimizer.step(lambda: 0.0))
         return bias.shape.numel() == 1
 
     assert sorted(on_ranks(3, ODD.build, rank)) == [False, False, True]
@@ -291,7 +291,7 @@ def test_an_unknown_optimizer_is_refused_until_it_says_that_it_is_elementwise(wo
         for kind in (SignedElementwise, DecayedAdamW, ValueClippedAdamW):
             kind(model.parameters()).step()
         refused: list[type[Optimizer]] = [Signed, SignedByNorm, ClippedAdamW, NormalisedAdamW]
-        return [said(sw.OptimizerError, kind(model.parameters()).step) for kind in refused]  # type: ignore[call-arg]
+        return [error_text(sw.OptimizerError, kind(model.parameters()).step) for kind in refused]  # type: ignore[call-arg]
 
     for texts in on_ranks(world, nets.decoder, rank):
         names = ("Signed", "SignedByNorm", "ClippedAdamW", "NormalisedAdamW")
@@ -344,7 +344,7 @@ def test_a_step_that_would_miss_accumulated_gradients_is_an_error(strategy: str)
         with sharded.no_sync():
             train(model, nets.decoder_batch(comm.rank, 2))
         before = clones(sharded.local_state_dict())
-        text = said(sw.ScheduleError, optimizer.step)
+        text = error_text(sw.ScheduleError, optimizer.step)
         assert equal(sharded.local_state_dict(), before)
         sharded.drop_gradients()
         optimizer.step()
@@ -367,7 +367,7 @@ def test_a_step_inside_the_backward_pass_is_an_error() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weight = model.get_parameter("blocks.1.norm1.weight")
         handle = weight.register_hook(lambda _: optimizer.step())
-        text = said(sw.ScheduleError, lambda: train(model, nets.decoder_batch(comm.rank, 2)))
+        text = error_text(sw.ScheduleError, lambda: train(model, nets.decoder_batch(comm.rank, 2)))
         handle.remove()
         return text
 
@@ -622,7 +622,7 @@ def test_state_of_another_number_of_ranks_is_refused() -> None:
             "param_groups": optimizer.state_dict()["param_groups"],
         }
     )
-    assert said(sw.ShardwiseError, optimizer.step) == (
+    assert error_text(sw.ShardwiseError, optimizer.step) == (
         "state 'exp_avg' of parameter 'weight' is of other ranks, or has no value for each "
         "element and cannot be cut. Load full state, as optimizer.state_dict() gives it, or use "
         "sharded.load(). Its shape is (4, 6); the shard here is (32, 1) of (6, 6)."
@@ -638,7 +638,7 @@ def test_state_that_fits_on_one_rank_alone_is_refused_on_every_rank() -> None:
         first = {"step": torch.tensor(1.0), "exp_avg": torch.ones(8, 4)}
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": {0: first}, "param_groups": groups})
-        return said(sw.RanksDisagree, optimizer.step)
+        return error_text(sw.RanksDisagree, optimizer.step)
 
     for text in on_ranks(2, lambda: nn.Linear(4, 12, bias=False), rank):
         assert "state 'exp_avg' of parameter 'weight' is of other ranks, or has" in text
@@ -655,7 +655,7 @@ def test_groups_that_differ_by_rank_are_refused(strategy: str) -> None:
         groups: list[dict[str, Any]] = [{"params": held}, {"params": rest, "lr": 0.01}]
         optimizer = torch.optim.SGD(groups, lr=0.1)
         train(model, ODD.batch(0, 2))
-        return said(sw.RanksDisagree, optimizer.step)
+        return error_text(sw.RanksDisagree, optimizer.step)
 
     for text in on_ranks(2, ODD.build, rank):
         assert "SGD group of blocks.0.back.bias: rank 0: 1; rank 1: 0" in text
@@ -674,7 +674,7 @@ def test_so_is_a_group_that_one_rank_adds_later() -> None:
         else:
             optimizer.param_groups[0]["params"].append(first)
         train(model, ODD.batch(1, 2))
-        return said(sw.RanksDisagree, optimizer.step)
+        return error_text(sw.RanksDisagree, optimizer.step)
 
     for text in on_ranks(2, ODD.build, rank):
         assert "SGD group of temperature: rank 0: 1; rank 1: 0" in text
@@ -702,7 +702,7 @@ def test_state_that_cannot_be_cut_is_neither_given_out_nor_taken(strategy: str) 
         after = TwoMomentums(model.parameters())
         train(model, ODD.batch(0, 2))
         after.step()
-        return [said(sw.OptimizerError, do) for do in (before.step, after.state_dict)]
+        return [error_text(sw.OptimizerError, do) for do in (before.step, after.state_dict)]
 
     for text in [text for texts in on_ranks(2, ODD.build, rank) for text in texts]:
         assert "has no value for each element and cannot be cut" in text
@@ -727,7 +727,7 @@ def test_state_that_cannot_be_cut_on_one_rank_is_refused_on_every_rank(strategy:
         optimizer = Rows(model.parameters())
         model(torch.ones(2, 16)).sum().backward()
         optimizer.step()
-        return said(sw.RanksDisagree, optimizer.state_dict)
+        return error_text(sw.RanksDisagree, optimizer.state_dict)
 
     for text in on_ranks(2, lambda: nn.Linear(16, 3, bias=False), rank):
         assert "state 'row' of parameter 'weight'" in text
@@ -776,7 +776,9 @@ def test_a_wrapper_that_stores_its_own_state_is_refused_on_shards(strategy: str)
     def rank(comm: Comm, model: nn.Module) -> str:
         sw.shard(model, strategy, comm=comm)
         train(model, nets.decoder_batch(0, 2))
-        return said(sw.OptimizerError, Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)).step)
+        return error_text(
+            sw.OptimizerError, Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)).step
+        )
 
     for text in on_ranks(2, nets.decoder, rank):
         assert "Lookahead cannot step on shards" in text

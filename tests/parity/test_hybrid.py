@@ -24,7 +24,7 @@ from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
 from shardwise.plan.units.units import Units
 from tests import nets
-from tests.copies import assert_near, clones, equal, local, on_ranks, said, seeded
+from tests.copies import assert_near, clones, equal, error_text, local, on_ranks, seeded
 from tests.parity.plain import OPTIMIZERS
 from tests.ranks import run_hosts, run_threads
 from tests.steps import Recorder, averaged, train
@@ -265,9 +265,13 @@ def test_a_checkpoint_of_a_grid_goes_on_over_one_axis_and_back(
 
 def test_a_placement_that_cannot_be_says_what_can() -> None:
     wrong = partial(Placement, "mine", hybrid=True)
-    assert "has no axis 'rows'" in said(ConfigError, lambda: wrong(("rows",), ("rows",), ("rows",)))
-    assert "gradients over every axis of parameters" in said(
+    assert "has no axis 'rows'" in error_text(
+        ConfigError, lambda: wrong(("rows",), ("rows",), ("rows",))
+    )
+    assert "gradients over every axis of parameters" in error_text(
         ConfigError, lambda: wrong(("shard",), (), ("shard",))
     )
-    assert "only the optimizer may be" in said(ConfigError, lambda: wrong((), BOTH, BOTH))
-    assert "only the optimizer may be" in said(ConfigError, lambda: wrong((), (), ("replicate",)))
+    assert "only the optimizer may be" in error_text(ConfigError, lambda: wrong((), BOTH, BOTH))
+    assert "only the optimizer may be" in error_text(
+        ConfigError, lambda: wrong((), (), ("replicate",))
+    )

@@ -21,7 +21,7 @@ from shardwise.config.options import Options
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule.events import Event, Op
 from tests import nets
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, on_ranks, seeded
 from tests.parity.test_hybrid import batches, trained
 from tests.ranks import run_sharing
 from tests.steps import STRATEGIES, Recorder, assert_at_rest, train
@@ -270,5 +270,5 @@ def test_frozen_shards_are_in_host_memory_only_where_parameters_are() -> None:
 def test_what_cannot_be_offloaded_says_why() -> None:
     with pytest.raises(AttributeError, match='write offload="optimizer" or offload="everything"'):
         sw.Offload(parameters=True)  # type: ignore[attr-defined]
-    words = said(ConfigError, lambda: sw.shard(nn.Linear(2, 2), offload=True))  # type: ignore[arg-type]
+    words = error_text(ConfigError, lambda: sw.shard(nn.Linear(2, 2), offload=True))  # type: ignore[arg-type]
     assert "choose one of 'none', 'optimizer', 'everything'" in words

@@ -12,7 +12,7 @@ from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
 from shardwise.plan.blueprint import draw_on, units_of
 from shardwise.plan.draw import draw
-from tests.copies import said
+from tests.copies import error_text
 from tests.nets import decoder
 
 
@@ -27,7 +27,7 @@ def test_no_rank_has_to_exist_and_the_model_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_is_one_of_them(rank: int) -> None:
-    assert said(ConfigError, lambda: draw(nn.Linear(2, 2), ranks=(rank, 4))) == (
+    assert error_text(ConfigError, lambda: draw(nn.Linear(2, 2), ranks=(rank, 4))) == (
         f"rank {rank} of 4: ranks are numbered from 0 to 3."
     )
 

@@ -14,7 +14,7 @@ from shardwise.plan import residency
 from shardwise.plan.blueprint import draw_on
 from shardwise.plan.draw import draw
 from shardwise.plan.units import wrap as wrap_policies
-from tests.copies import equal, on_ranks, said
+from tests.copies import equal, error_text, on_ranks
 from tests.nets import decoder, loss, mostly_frozen, mostly_frozen_batch
 from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES
@@ -210,7 +210,7 @@ def test_ranks_that_share_memory_join_half_as_much_of_what_stays(
 def test_where_everything_stays_a_budget_is_refused() -> None:
     with pytest.raises(sw.ConfigError, match="unsharded=8 has no effect: with zero1 all"):
         sw.shard(decoder(), "zero1", unsharded=8)
-    assert said(sw.ConfigError, lambda: sw.shard(decoder(), unsharded=-1)) == (
+    assert error_text(sw.ConfigError, lambda: sw.shard(decoder(), unsharded=-1)) == (
         "unsharded is -1; it is a number of bytes, or 0."
     )
 
@@ -251,7 +251,9 @@ def test_of_a_named_unit_frozen_buckets_stay_for_good_and_trained_ones_within_a_
 
 
 def test_a_unit_that_is_not_there_is_answered_with_those_that_are() -> None:
-    assert said(sw.ConfigError, lambda: sw.shard(decoder(), unsharded=["block.0"])).startswith(
+    assert error_text(
+        sw.ConfigError, lambda: sw.shard(decoder(), unsharded=["block.0"])
+    ).startswith(
         "unsharded names 'block.0', which is neither the class nor the name of a unit that it "
         "can choose. Nearest first: blocks.0, "
     )
@@ -259,6 +261,6 @@ def test_a_unit_that_is_not_there_is_answered_with_those_that_are() -> None:
 
 def test_the_earlier_name_is_answered_by_this_one() -> None:
     earlier: Any = {"residency": 8}
-    assert said(sw.ConfigError, lambda: sw.shard(decoder(), **earlier)).startswith(
+    assert error_text(sw.ConfigError, lambda: sw.shard(decoder(), **earlier)).startswith(
         "shard() has no option 'residency'; that is unsharded= here: bytes, or names of units."
     )

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from tests.copies import clones, equal, said, seeded
+from tests.copies import clones, equal, error_text, seeded
 from tests.rivals.test_fsdp2 import BF16, BY_BLOCK, BY_LINEAR, FP32, Skips, Tied, Twice, TwoOutputs
 from tests.rivals.twins import ADAM, SGD, Block, batch, blocks, on_two, once, trains_alike
 
@@ -264,19 +264,19 @@ def test_ignored_modules_not_under_wrapped_root() -> None:
 
 
 def test_ignored_modules_invalid() -> None:
-    text = said(sw.ConfigError, lambda: sw.shard(seeded(blocks), ignored=[nn.Linear(1, 1)]))
+    text = error_text(sw.ConfigError, lambda: sw.shard(seeded(blocks), ignored=[nn.Linear(1, 1)]))
     assert "ignored= has a Linear" in text
 
 
 def test_ignored_states_check() -> None:
-    text = said(sw.ConfigError, lambda: sw.shard(seeded(blocks), ignored=["nothing"]))
+    text = error_text(sw.ConfigError, lambda: sw.shard(seeded(blocks), ignored=["nothing"]))
     assert "no module, parameter or name" in text
 
 
 def test_diff_ignored_modules_across_ranks() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         ignored = ["0"] if comm.rank else []
-        return said(sw.RanksDisagree, lambda: sw.shard(model, comm=comm, ignored=ignored))
+        return error_text(sw.RanksDisagree, lambda: sw.shard(model, comm=comm, ignored=ignored))
 
     assert all("rank" in text for text in on_two(rank))
 
@@ -504,7 +504,7 @@ def test_nested_model_with_meta_device_default_init() -> None:
 def test_bad_arg_meta() -> None:
     with torch.device("meta"):
         model = blocks()
-    text = said(sw.ConfigError, lambda: sw.shard(model, init=lambda module: None))
+    text = error_text(sw.ConfigError, lambda: sw.shard(model, init=lambda module: None))
     assert "still has no value" in text
 
 
@@ -788,7 +788,7 @@ def test_raises_where_a_write_would_be_lost() -> None:
             with sharded.full_params(), torch.no_grad():
                 model.get_parameter("0.bias").fill_(7.0)
 
-        return said(sw.ShardUseError, write)
+        return error_text(sw.ShardUseError, write)
 
     assert all("writeback=True" in text for text in on_two(rank))
 
@@ -810,7 +810,7 @@ def test_cannot_summon_full_params_from_forward() -> None:
         texts = []
 
         def hook(*_: Any) -> None:
-            texts.append(said(sw.ScheduleError, lambda: sharded.full_params().__enter__()))
+            texts.append(error_text(sw.ScheduleError, lambda: sharded.full_params().__enter__()))
 
         model.get_submodule("1").register_forward_hook(hook)
         model(batch(0, comm.rank))
@@ -825,7 +825,7 @@ def test_cannot_summon_full_params_from_backward() -> None:
         texts = []
 
         def hook(_: Tensor) -> None:
-            texts.append(said(sw.ScheduleError, lambda: sharded.full_params().__enter__()))
+            texts.append(error_text(sw.ScheduleError, lambda: sharded.full_params().__enter__()))
 
         def watch(_: nn.Module, __: Any, out: Tensor) -> None:
             out.register_hook(hook)
@@ -886,7 +886,7 @@ def test_access_params_after_forward() -> None:
         sw.shard(model, comm=comm)
         with torch.no_grad():
             model(batch(0, comm.rank))
-        return said(sw.ShardUseError, lambda: model.get_parameter("0.weight")[0])
+        return error_text(sw.ShardUseError, lambda: model.get_parameter("0.weight")[0])
 
     assert all("is sharded" in text for text in on_two(rank))
 

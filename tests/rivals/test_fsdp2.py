@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
-from tests.copies import clones, equal, said, seeded
+from tests.copies import clones, equal, error_text, seeded
 from tests.nets import Table
 from tests.rivals.twins import (
     ADAM,
@@ -769,4 +769,4 @@ def test_no_gradient_until_backward_and_none_after_zero_grad() -> None:
 def test_double_fully_shard_is_refused() -> None:
     model = seeded(blocks)
     sw.shard(model)
-    assert "sharded already" in said(sw.ConfigError, lambda: sw.shard(model))
+    assert "sharded already" in error_text(sw.ConfigError, lambda: sw.shard(model))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
-from tests.copies import said
+from tests.copies import error_text
 from tests.elsewhere import backward_elsewhere, nodes_ahead
 from tests.fake import FakeComm
 from tests.nets import Batch, numbers
@@ -195,7 +195,7 @@ def test_a_forward_call_is_expected_until_autograd_has_come_back_through_it() ->
 def test_what_autograd_would_hand_out_is_refused_also_where_parameters_are_whole() -> None:
     sharded = alone("shard_grad_op")
     value, weight = sharded.model(BATCHES[0][0]).sum(), sharded.model.get_parameter("0.weight")
-    text = said(sw.ShardUseError, lambda: torch.autograd.grad(value, weight))
+    text = error_text(sw.ShardUseError, lambda: torch.autograd.grad(value, weight))
     assert text.startswith("torch.autograd.grad was called for the gradient of parameter")
     assert_at_rest(sharded)
     sharded.model(BATCHES[0][0]).sum().backward()
@@ -209,7 +209,7 @@ def test_one_rank_alone_is_handed_out_gradients_where_many_are() -> None:
     expected = torch.autograd.grad(model(BATCHES[0][0]).sum(), list(model.parameters()))
     sharded = sw.shard(model, comm=LocalComm())
     params = list(model.parameters())
-    said(sw.ShardUseError, lambda: torch.autograd.grad(model(BATCHES[0][0]).sum(), params))
+    error_text(sw.ShardUseError, lambda: torch.autograd.grad(model(BATCHES[0][0]).sum(), params))
     with sharded.full_params():
         found = torch.autograd.grad(model(BATCHES[0][0]).sum(), params)
     assert all(map(torch.equal, found, expected))
@@ -236,7 +236,7 @@ def test_nor_does_it_keep_a_hook_when_the_model_is_plain_again() -> None:
 def test_a_gradient_with_a_graph_of_its_own_is_refused() -> None:
     sharded = alone()
     value = sharded.model(BATCHES[0][0]).sum()
-    text = said(sw.ScheduleError, lambda: value.backward(create_graph=True))
+    text = error_text(sw.ScheduleError, lambda: value.backward(create_graph=True))
     assert "carries a graph (create_graph=True)" in text
     assert all(param.grad is None for param in sharded.model.parameters())
 
@@ -280,32 +280,32 @@ def test_a_recomputation_in_another_thread_leaves_no_unit_early(ahead: int) -> N
     assert all(one.follows for one in taken)
 
 
-class Told(nn.Linear):
+class Recording(nn.Linear):
     """Records what its process does while it computes."""
 
-    def __init__(self, said: list[str]) -> None:
+    def __init__(self, answers: list[str]) -> None:
         super().__init__(4, 4)
-        self.said = said
+        self.answers = answers
         self.ask: Callable[[], str] = str
 
     def forward(self, x: Tensor) -> Tensor:
-        self.said.append(self.ask())
+        self.answers.append(self.ask())
         y = super().forward(x)
-        y.register_hook(lambda _: self.said.append(self.ask()))
+        y.register_hook(lambda _: self.answers.append(self.ask()))
         return y * 1.0
 
 
 def test_a_rank_that_is_asked_names_the_step_the_half_and_the_unit() -> None:
     def rank(comm: Comm) -> list[str]:
-        said = list[str]()
-        told = Told(said)
-        model = nn.Sequential(nn.Linear(4, 4), told)
+        answers = list[str]()
+        layer = Recording(answers)
+        model = nn.Sequential(nn.Linear(4, 4), layer)
         runtime = sw.shard(model, wrap=BY_LAYER, comm=comm).runtime
-        told.ask = runtime.activity
-        said.append(runtime.activity())
+        layer.ask = runtime.activity
+        answers.append(runtime.activity())
         for _ in range(2):
             model(torch.ones(1, 4)).sum().backward()
-        return [*said, runtime.activity()]
+        return [*answers, runtime.activity()]
 
     first, second = run_threads(2, rank)
     assert first == second

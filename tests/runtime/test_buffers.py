@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.copies import assert_near, clones, equal, on_ranks, said, seeded
+from tests.copies import assert_near, clones, equal, error_text, on_ranks, seeded
 from tests.ranks import run_processes
 from tests.steps import STRATEGIES, train
 
@@ -115,8 +115,8 @@ def test_one_collective_for_each_dtype_when_gradients_are_reduced() -> None:
             model.eval()(BATCH(9, 4)[0])
         assert "buffers" not in comm.counters.calls
         printed = [str(sharded.schedule_of(mode)) for mode in ("last", "accumulate")]
-        said = f"; buffers: {policy}\n"
-        assert [said in text for text in printed] == [policy != "local", False]
+        phrase = f"; buffers: {policy}\n"
+        assert [phrase in text for text in printed] == [policy != "local", False]
 
     for policy in ("local", "broadcast", "average"):
         on_ranks(2, BUILD, lambda comm, model: rank(comm, model, policy))  # noqa: B023
@@ -151,7 +151,7 @@ def test_a_checkpoint_has_each_ranks_buffers_only_where_they_differ(
 def test_a_sync_batch_norm_is_refused_where_torch_has_none_and_validates_there(world: int) -> None:
     def rank(comm: Comm, model: nn.Module) -> Tensor:
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        message = said(sw.ConfigError, lambda: sw.shard(converted, comm=comm))
+        message = error_text(sw.ConfigError, lambda: sw.shard(converted, comm=comm))
         assert message.startswith("'features.0.norm' is a SyncBatchNorm, which torch has for acc")
         assert f"on several CPU ranks (now {world}) a training step would fail" in message
         assert 'Keep nn.BatchNorm and pass buffers="average"' in message

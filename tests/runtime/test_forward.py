@@ -23,7 +23,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.schedule.events import Op, Phase
-from tests.copies import said, seeded
+from tests.copies import error_text, seeded
 from tests.fake import FakeComm
 from tests.nets import Batch, loss, numbers
 from tests.ranks import run_processes, run_threads
@@ -520,8 +520,8 @@ def test_a_loss_of_what_a_unit_kept_to_itself_is_never_silently_wrong() -> None:
 
     run_threads(2, rank)
     assert len(errors) == 2
-    said = "the gradient of '0.gain' was computed while unit '0' was not gathered"
-    assert any(error.startswith(said) for error in errors)
+    message = "the gradient of '0.gain' was computed while unit '0' was not gathered"
+    assert any(error.startswith(message) for error in errors)
 
 
 class Aside(nn.Module):
@@ -659,11 +659,11 @@ def test_between_steps_is_not_in_the_middle_of_one() -> None:
     model = Tied()
     sharded = sw.shard(model, comm=FakeComm(0, 2))
     model.mix.register_forward_hook(lambda *_: sharded.relayout())
-    assert "in the middle of a step" in said(sw.ScheduleError, lambda: model(IDS))
+    assert "in the middle of a step" in error_text(sw.ScheduleError, lambda: model(IDS))
 
 
 def test_a_container_of_sharded_parts_is_not_pickled() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     sw.shard(model, comm=FakeComm(0, 2))
-    text = said(sw.ShardUseError, lambda: pickle.dumps(model))
+    text = error_text(sw.ShardUseError, lambda: pickle.dumps(model))
     assert "a module of the sharded Sequential cannot be pickled" in text

@@ -13,7 +13,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.memory.sharding import sharding_of
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, local, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES, train
 
@@ -83,7 +83,7 @@ def test_writes_without_writeback_are_an_error_and_leave_no_trace(
             with sharded.full_params(), torch.no_grad():
                 write(model.get_parameter("blocks.1.rows"))
 
-        text = said(sw.ShardUseError, block) if comm.size == 1 or writes_here(model) else ""
+        text = error_text(sw.ShardUseError, block) if comm.size == 1 or writes_here(model) else ""
         if not text:
             block()
         assert equal(model.state_dict(), before)
@@ -115,7 +115,7 @@ def test_a_write_of_another_shape_is_an_error() -> None:
             with sharded.full_params(writeback=True):
                 model.get_parameter("norm.weight").data = torch.zeros(3)
 
-        text = said(sw.ConfigError, block)
+        text = error_text(sw.ConfigError, block)
         assert equal(model.state_dict(), before)
         return text
 
@@ -159,7 +159,7 @@ def test_what_is_written_to_gradients_is_kept_with_writeback_only(strategy: str)
                 bias.grad = None
 
         before = clones(gradients(model))
-        text = said(sw.ShardUseError, lambda: write(writeback=False))
+        text = error_text(sw.ShardUseError, lambda: write(writeback=False))
         assert equal(gradients(model), before)
         write(writeback=True)
         assert "norm.bias" not in gradients(model)
@@ -200,7 +200,7 @@ def test_an_exception_inside_full_params_is_what_comes_out() -> None:
                 model.get_parameter("norm.weight").zero_()
                 raise KeyError("mine")
 
-        assert said(KeyError, block) == "'mine'"
+        assert error_text(KeyError, block) == "'mine'"
         assert equal(model.state_dict(), before)
         train(model, nets.decoder_batch(comm.rank, 2))
 
@@ -225,9 +225,9 @@ def test_full_params_is_not_nested_and_not_trained_in() -> None:
 
         with sharded.full_params():
             for do in (nested, lambda: copy.deepcopy(model), sharded.unshard, optimizer.step):
-                text = said(sw.ScheduleError, do)
+                text = error_text(sw.ScheduleError, do)
                 assert "inside full_params(), where every parameter is unsharded" in text
-        text = said(sw.ScheduleError, trained)
+        text = error_text(sw.ScheduleError, trained)
         assert text.startswith("backward() inside full_params() would leave unsharded gradients")
         train(model, batch)
         optimizer.step()

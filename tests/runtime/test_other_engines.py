@@ -23,7 +23,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.optim.optimizer_hooks import OptimizerHooks
 from shardwise.runtime.other_engines import trained_by_others
-from tests.copies import clones, equal, said
+from tests.copies import clones, equal, error_text
 from tests.fake import FakeComm
 from tests.nets import decoder, decoder_batch
 from tests.steps import train
@@ -86,7 +86,7 @@ def test_an_engine_around_a_sharded_model_is_refused_and_changes_nothing(
     model = decoder()
     sharded = sw.shard(model, comm=comm)
     before = clones(sharded.local_state_dict())
-    assert said(sw.ConfigError, lambda: wrap(model)).startswith(text)
+    assert error_text(sw.ConfigError, lambda: wrap(model)).startswith(text)
     assert equal(sharded.local_state_dict(), before)
     train(model, decoder_batch(0, 2))
     sharded.unshard()
@@ -130,7 +130,7 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 def test_a_model_that_another_engine_manages_is_not_sharded(what: str, group: None) -> None:
     wrap, text = WRAPPED[what]
     model = wrap(decoder())
-    assert said(sw.ConfigError, lambda: sw.shard(model, comm=LocalComm())).startswith(text)
+    assert error_text(sw.ConfigError, lambda: sw.shard(model, comm=LocalComm())).startswith(text)
 
 
 # ---- beside a sharded model ------------------------------------------------------------------

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.runtime import structure_check as registered
-from tests.copies import clones, equal, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, on_ranks, seeded
 from tests.nets import Block, decoder, decoder_batch
 from tests.steps import train
 
@@ -92,7 +92,7 @@ def test_what_is_put_in_or_taken_out_is_named_at_the_next_step(what: str) -> Non
             model.state_dict,
             sharded.local_state_dict,
         ]
-        texts = [said(sw.ConfigError, do) for do in asked]
+        texts = [error_text(sw.ConfigError, do) for do in asked]
         sharded.unshard()
         return texts
 
@@ -111,7 +111,7 @@ def test_what_goes_without_a_word_is_named_before_a_checkpoint_holds_it(tmp_path
     train(model, BATCH)
     assert "spare.weight" not in model.state_dict()
     for do in (lambda: sharded.save(tmp_path / "step-1"), sharded.state_dict):
-        assert said(sw.ConfigError, do).startswith(
+        assert error_text(sw.ConfigError, do).startswith(
             "parameter 'spare.weight' was removed after shard(): checkpoints still contain it"
         )
 

@@ -20,7 +20,7 @@ from shardwise.errors import RanksDisagree
 from shardwise.plan.schedule.events import Op
 from shardwise.plan.units.units import Unit
 from shardwise.runtime.trained import ask_used
-from tests.copies import equal, on_ranks, said, seeded
+from tests.copies import equal, error_text, on_ranks, seeded
 from tests.nets import numbers
 from tests.ranks import run_threads
 from tests.steps import Recorder, assert_at_rest, units_of
@@ -194,11 +194,11 @@ def test_a_kind_of_step_follows_its_schedule_when_it_comes_again(
         for again, trained in itertools.product((False, True, True), (False, True)):
             for layer in list(model.get_submodule("layers").children())[:2]:
                 layer.requires_grad_(trained)
-            said = sharded.schedule.events
+            listed = sharded.schedule.events
             train(model)
             done = recorder.take()
             assert not again or done == sharded.schedule.events
-            assert said is not done
+            assert listed is not done
 
     with caplog.at_level(logging.WARNING, "shardwise"):
         on_ranks(2, Chain, rank)
@@ -255,7 +255,7 @@ def test_ranks_that_train_different_parameters_are_told_which(
         if comm.rank == 1:
             for name in names:
                 model.get_parameter(f"head.{name}").requires_grad_(trained)
-        return said(RanksDisagree, lambda: train(model))
+        return error_text(RanksDisagree, lambda: train(model))
 
     for text in on_ranks(2, Chain, rank):
         assert f"rank 1 is at agree that {what} [" in text
@@ -269,7 +269,7 @@ def test_a_parameter_that_is_stored_in_another_dtype_than_trained_ones_names_rel
     model.layers[0].requires_grad_(False)  # to freeze is always possible
     train(model)
     model.head.weight.requires_grad_(True)
-    assert said(sw.ScheduleError, lambda: train(model)) == (
+    assert error_text(sw.ScheduleError, lambda: train(model)) == (
         "parameter 'head.weight' is trainable now, and was not when the model was sharded: its "
         "bucket is stored in torch.float64, and precision.stored_dtype asks for "
         "torch.float32. Call sharded.relayout() after changing requires_grad."

@@ -14,7 +14,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.plan.draw import draw
 from shardwise.setup import build
-from tests.copies import on_ranks, said
+from tests.copies import error_text, on_ranks
 from tests.ranks import run_threads
 
 
@@ -43,8 +43,10 @@ def test_a_model_is_large_from_a_billion_parameters(
     blueprint = draw(nn.Linear(numel, 1, bias=False, device="meta"), "no_shard")
     with caplog.at_level(logging.WARNING, "shardwise"):
         build.warn_of_copies(blueprint.specs, blueprint.grid.size)
-    said = "no_shard holds all 1.0 billion parameters, their gradients and optimizer state on every"
-    assert (said in caplog.text) is warns
+    warning = (
+        "no_shard holds all 1.0 billion parameters, their gradients and optimizer state on every"
+    )
+    assert (warning in caplog.text) is warns
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -55,7 +57,7 @@ def test_a_sparse_buffer_is_refused_by_its_name_before_anything_changes(world: i
         return model
 
     def rank(comm: Comm, model: nn.Module) -> str:
-        text = said(sw.ConfigError, lambda: sw.shard(model, comm=comm))
+        text = error_text(sw.ConfigError, lambda: sw.shard(model, comm=comm))
         assert {tuple(param.shape) for param in model.parameters()} == {(4, 4), (4,)}
         return text
 

@@ -18,7 +18,7 @@ from shardwise.comm.protocol import Comm, Completed, Label, Pending
 from shardwise.config.options import Init, default_init
 from shardwise.setup.materialise import sync
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, local, on_ranks, seeded
 from tests.devices import DEVICES
 from tests.fake import FakeComm
 from tests.nets import NETS, Decoder, Net
@@ -115,7 +115,7 @@ def test_complex_numbers_are_made_and_missed_like_others() -> None:
     fill = partial(torch.Tensor.fill_, value=1j)
     sw.shard(models[0], init=lambda module: [fill(p.data) for p in module.parameters()])
     assert models[0].state_dict()["weight"].eq(1j).all()
-    text = said(sw.ConfigError, lambda: sw.shard(models[1], init=lambda module: None))
+    text = error_text(sw.ConfigError, lambda: sw.shard(models[1], init=lambda module: None))
     assert text.startswith("'weight' of Linear was built on the meta device and still has no value")
 
 
@@ -204,7 +204,7 @@ def test_what_is_left_without_a_value_is_an_error_that_names_it(
     init: Callable[[nn.Module], Any], forgotten: str
 ) -> None:
     def rank(comm: Comm) -> str:
-        return said(sw.ConfigError, lambda: sw.shard(models[comm.rank], comm=comm, init=init))
+        return error_text(sw.ConfigError, lambda: sw.shard(models[comm.rank], comm=comm, init=init))
 
     models = [built_on_meta(Net(Forgetful, nets.oddities_batch)) for _ in range(2)]
     for text in run_threads(2, rank):
@@ -223,7 +223,7 @@ def test_a_half_filled_parameter_is_seen_too() -> None:
             param.data[:1] = 1
 
     model = built_on_meta(Net(lambda: nn.Linear(3, 3), nets.oddities_batch))
-    assert "'weight' of Linear" in said(sw.ConfigError, lambda: sw.shard(model, init=init))
+    assert "'weight' of Linear" in error_text(sw.ConfigError, lambda: sw.shard(model, init=init))
 
 
 class Sentinel(nn.Module):
@@ -270,7 +270,9 @@ def test_what_is_not_filled_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
     model = built_on_meta(Net(lambda: Sentinel(0, dtype), numbers_for))
     model.register_parameter("weight", None)
     model.linear = nn.Linear(1, 1)
-    assert "'mask' of Sentinel" in said(sw.ConfigError, lambda: sw.shard(model, init=fill_half))
+    assert "'mask' of Sentinel" in error_text(
+        sw.ConfigError, lambda: sw.shard(model, init=fill_half)
+    )
 
 
 # --- no rank ever holds the whole model ------------------------------------------------------
@@ -378,7 +380,7 @@ def test_without_it_ranks_that_differ_are_an_error_that_names_the_tensors() -> N
                 tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
                 tensors[change].view(-1)[-1] += 1
         options = {"comm": comm, "sync_module_states": False}
-        return said(sw.RanksDisagree, lambda: sw.shard(model, **options))  # type: ignore[arg-type]
+        return error_text(sw.RanksDisagree, lambda: sw.shard(model, **options))  # type: ignore[arg-type]
 
     for change in ("stem.weight", "features.1.norm.running_var"):
         texts = on_ranks(3, nets.odd_convnet, lambda c, m: rank(c, m, change))  # noqa: B023
@@ -394,7 +396,7 @@ def test_only_the_first_of_many_tensors_are_named() -> None:
     def rank(comm: Comm) -> str:
         model = models[comm.rank]
         options = {"comm": comm, "sync_module_states": False}
-        return said(sw.RanksDisagree, lambda: sw.shard(model, **options))  # type: ignore[arg-type]
+        return error_text(sw.RanksDisagree, lambda: sw.shard(model, **options))  # type: ignore[arg-type]
 
     for text in run_threads(2, rank):
         assert text.splitlines()[1].startswith(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from tests.copies import on_ranks, said
+from tests.copies import error_text, on_ranks
 
 
 def of(**tensors: Tensor) -> nn.Module:
@@ -67,7 +67,7 @@ def test_a_parameter_in_the_memory_of_another_tensor_is_refused(
     build, begins = SHARED[what]
 
     def rank(comm: Comm, model: nn.Module) -> None:
-        assert said(sw.ConfigError, lambda: sw.shard(model, comm=comm)).startswith(begins)
+        assert error_text(sw.ConfigError, lambda: sw.shard(model, comm=comm)).startswith(begins)
 
     def built() -> nn.Module:
         with torch.device(device):
@@ -87,7 +87,7 @@ def holding(make: Callable[[nn.Linear], object]) -> nn.Module:
 )
 def test_a_view_of_a_parameter_in_an_attribute_is_refused(make: Callable[[Any], object]) -> None:
     """It would show what the parameter was when the model was sharded."""
-    text = said(sw.ConfigError, lambda: sw.shard(holding(make)))
+    text = error_text(sw.ConfigError, lambda: sw.shard(holding(make)))
     assert text.startswith("Linear.kept is a view of parameter '0.weight'")
 
 

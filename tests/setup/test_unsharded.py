@@ -7,7 +7,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from tests.copies import on_ranks, said
+from tests.copies import error_text, on_ranks
 from tests.nets import decoder, decoder_batch
 from tests.steps import train
 
@@ -20,7 +20,7 @@ def test_every_call_and_property_of_a_handle_says_so(world: int) -> None:
         sharded = sw.shard(model, comm=comm)
         assert sharded.unshard() is model
         for name in CALLS:
-            text = said(sw.ConfigError, lambda: getattr(sharded, name))  # noqa: B023 - called here
+            text = error_text(sw.ConfigError, lambda: getattr(sharded, name))  # noqa: B023 - called here
             assert text.startswith(f"{name} of a handle whose Decoder is not sharded any more")
         assert (sharded.model, sharded.comm) == (model, comm)
         assert repr(sharded) == "Sharded(Decoder, after unshard())"
@@ -39,6 +39,6 @@ def test_a_handle_of_a_model_that_is_sharded_again_is_another() -> None:
         second.clip_grad_norm_(1.0)
         second.relayout()  # which takes the model apart, too
         assert second.numel() == sum(p.numel() for p in second.unshard().parameters())
-        assert "sw.shard() returns" in said(sw.ConfigError, lambda: first.layout)
+        assert "sw.shard() returns" in error_text(sw.ConfigError, lambda: first.layout)
 
     on_ranks(2, decoder, rank)

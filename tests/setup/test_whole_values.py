@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
 from tests import nets
-from tests.copies import clones, equal, local, on_ranks, said, seeded
+from tests.copies import clones, equal, error_text, local, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.ranks import in_group, outcomes_of, run_threads
 from tests.steps import STRATEGIES, train
@@ -90,7 +90,7 @@ def ask_on_rank_1_only(comm: Comm) -> str:
     sw.shard(model, comm=comm)
     if comm.rank != 1:
         return ""
-    return said(sw.RanksDisagree, model.state_dict)
+    return error_text(sw.RanksDisagree, model.state_dict)
 
 
 def test_a_state_dict_on_one_rank_only_is_an_error_instead_of_a_hang() -> None:
@@ -114,7 +114,7 @@ def test_a_state_dict_in_the_middle_of_a_step_is_an_error() -> None:
         norm, texts = model.get_submodule("norm"), list[str]()
 
         def ask(*_: object) -> None:
-            texts.append(said(sw.ScheduleError, model.state_dict))
+            texts.append(error_text(sw.ScheduleError, model.state_dict))
 
         batch = nets.decoder_batch(comm.rank, 2)
         handles = [norm.register_forward_hook(ask)]
@@ -258,7 +258,7 @@ def test_a_wrong_shape_is_an_error_that_names_the_parameter(name: str) -> None:
 
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
-        text = said(sw.ConfigError, lambda: model.load_state_dict(other))
+        text = error_text(sw.ConfigError, lambda: model.load_state_dict(other))
         local = tuple(model.get_parameter(name).shape)
         assert text.startswith(
             f"parameter {name!r} has shape (5, 5, 5) in the state dict and {whole} in the model "
@@ -273,7 +273,7 @@ def test_missing_and_unexpected_names_are_torchs_business() -> None:
         sw.shard(model, comm=comm)
         state = clones(model.state_dict())
         state["spare"] = state.pop("norm.weight")
-        text = said(RuntimeError, lambda: model.load_state_dict(state))
+        text = error_text(RuntimeError, lambda: model.load_state_dict(state))
         assert 'Missing key(s) in state_dict: "norm.weight"' in text
         found = model.load_state_dict(state, strict=False)
         assert (found.missing_keys, found.unexpected_keys) == (["norm.weight"], ["spare"])
@@ -285,7 +285,7 @@ def test_assigning_is_refused_since_the_ranks_would_go_on_with_the_old_parameter
     def rank(comm: Comm, model: nn.Module) -> str:
         sw.shard(model, comm=comm)
         state = model.state_dict()
-        return said(sw.ConfigError, lambda: model.load_state_dict(state, assign=True))
+        return error_text(sw.ConfigError, lambda: model.load_state_dict(state, assign=True))
 
     for text in on_ranks(2, nets.decoder, rank):
         assert "load_state_dict(assign=True) would put new parameters in place" in text
@@ -352,7 +352,7 @@ def test_a_deep_copy_keeps_ties_buffers_and_what_it_shares_with_its_surroundings
 
 def test_a_handle_is_not_copied() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
-        return said(sw.ConfigError, lambda: copy.deepcopy(sw.shard(model, comm=comm)))
+        return error_text(sw.ConfigError, lambda: copy.deepcopy(sw.shard(model, comm=comm)))
 
     assert "copy.deepcopy(model)" in on_ranks(2, nets.decoder, rank)[0]
 

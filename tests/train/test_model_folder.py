@@ -23,7 +23,7 @@ from shardwise.recipe.recipe import Recipe
 from shardwise.train import memory_estimate
 from shardwise.train.memory_estimate import check_memory, predict
 from shardwise.train.model_folder import load, on_meta, with_tokenizer
-from tests.copies import said
+from tests.copies import error_text
 from tests.hf.folders import CHAT_TEMPLATE, END, tiny
 from tests.train.runs import Watched, losses
 from tests.train.tiny import text_folder
@@ -205,7 +205,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read(
     assert row.parameters == row.gradients == pytest.approx(2 * 36_000, rel=0.01)
     needed = row.between_steps
     monkeypatch.setattr(memory_estimate, "machine_memory", lambda **_: needed - 1)
-    text = said(ConfigError, lambda: check_memory(recipe, cpu, 2))
+    text = error_text(ConfigError, lambda: check_memory(recipe, cpu, 2))
     assert text.startswith("with gradients and optimizer state, the model in ")
     assert f"full_shard over 2 ranks takes {size(needed)} for the 1 of them on this cpu" in text
     monkeypatch.setattr(memory_estimate, "machine_memory", lambda **_: needed)

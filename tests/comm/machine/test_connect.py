@@ -35,7 +35,7 @@ from shardwise.comm.transports.shared_memory import SharedMemoryComm
 from shardwise.comm.transports.transport import IMMEDIATE
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.comm.laws import sum_of
-from tests.copies import said
+from tests.copies import error_text
 from tests.ranks import free_port, gloo_group, outcomes_of
 
 
@@ -413,9 +413,9 @@ def connect_alone(rank: int, world: int, folder: str) -> str:
     """Rank 0 connects once more than rank 1 does, which comes when rank 0 has given up."""
     with gloo_group(rank, world, folder):
         connect().close()
-        text = said(RanksDisagree, lambda: connect(timeout=1.0)) if rank == 0 else ""
+        text = error_text(RanksDisagree, lambda: connect(timeout=1.0)) if rank == 0 else ""
         dist.barrier()
-        return text or said(RanksDisagree, connect)
+        return text or error_text(RanksDisagree, connect)
 
 
 @pytest.mark.spawn

@@ -25,7 +25,7 @@ from shardwise.comm.watchdog import heartbeat, watchdog
 from shardwise.comm.watchdog.heartbeat import Heartbeats, limit
 from shardwise.errors import ConfigError
 from tests.comm.watchdog.test_watchdog import until
-from tests.copies import on_ranks, said
+from tests.copies import error_text, on_ranks
 from tests.ranks import gloo_group, in_group, outcomes_of
 
 
@@ -164,7 +164,7 @@ def _be_frozen_in(comm: Comm, act: str, run: Path) -> tuple[float, str, str]:
         failpoints.listeners.append(lambda point, _: freeze() if point == "data written" else None)
         pytest.MonkeyPatch().setattr(load, "read_into", freeze)
     begin = time.monotonic()
-    failed = said(sw.RanksDisagree, lambda: ACTS[act][1](sharded, run))
+    failed = error_text(sw.RanksDisagree, lambda: ACTS[act][1](sharded, run))
     return time.monotonic() - begin, "\n".join(warned), failed
 
 

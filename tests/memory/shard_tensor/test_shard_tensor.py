@@ -18,7 +18,7 @@ from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.tensor_reductions import vector_norm
 from shardwise.memory.sharding import sharding_of
 from tests import nets
-from tests.copies import assert_near, local, on_ranks, said, seeded
+from tests.copies import assert_near, error_text, local, on_ranks, seeded
 from tests.parity.plain import put_gradients
 from tests.steps import averaged, train
 
@@ -273,7 +273,7 @@ def test_shards_that_are_cut_otherwise_are_told_how_to_meet() -> None:
                 partial(setattr, average, "data", param.data),
             ):
                 if not alike:
-                    assert "To update a moving average" in said(sw.ShardUseError, update)
+                    assert "To update a moving average" in error_text(sw.ShardUseError, update)
         assert 0 < refused < len(list(model.parameters()))
 
     on_ranks(WORLD, build, rank)
@@ -318,7 +318,7 @@ def test_what_needs_all_elements_is_refused_on_every_rank(what: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         trained(comm, model)
         for name, gradient in gradients(model):
-            text = said(sw.ShardUseError, partial(REFUSED[what], gradient))
+            text = error_text(sw.ShardUseError, partial(REFUSED[what], gradient))
             assert text.startswith(f"this tensor is a shard of parameter {name!r}")
             assert ".full_tensor()" in text
             assert ".to_local()" in text
@@ -332,7 +332,7 @@ def test_a_collective_by_hand_is_told_how_to_average(world: int) -> None:
         trained(comm, model)
         name = "project.weight"
         for shard in (model.get_parameter(name), gradient_of(model, name)):
-            text = said(sw.ShardUseError, partial(dist.all_reduce, shard))
+            text = error_text(sw.ShardUseError, partial(dist.all_reduce, shard))
             assert "so 'all_reduce' would mix it with other parts. " in text
             assert "backward() has averaged gradients over all ranks: leave it out" in text
             assert "sharded.comm.mean(value)" in text
@@ -344,7 +344,7 @@ def test_a_gradient_is_not_pickled() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         trained(comm, model)
         _, gradient = next(gradients(model))
-        text = said(sw.ShardUseError, lambda: torch.save(gradient, "/dev/null"))
+        text = error_text(sw.ShardUseError, lambda: torch.save(gradient, "/dev/null"))
         assert "would lose the other ranks' parts" in text
         assert type(local(gradient)) is Tensor
 
@@ -361,7 +361,7 @@ def test_a_plain_whole_average_is_told_how_to_be_updated() -> None:
             lambda: theirs.detach().copy_(mine.detach()),
             lambda: torch._foreach_lerp_([theirs], [mine.detach()], 0.5),
         ):
-            text = said(sw.ShardUseError, update)
+            text = error_text(sw.ShardUseError, update)
             assert "shard the averaging model likewise and write to its parameters()" in text
         before = theirs.detach().clone()
         sw.shard(mean, comm=comm)
@@ -390,7 +390,7 @@ def test_a_penalty_in_the_loss_is_told_how_to_be_added(
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         for param in model.parameters():
-            text = said(sw.ShardUseError, lambda: penalty(param))  # noqa: B023 - called at once
+            text = error_text(sw.ShardUseError, lambda: penalty(param))  # noqa: B023 - called at once
             assert "p.grad.add_(p.detach(), alpha=2 * c)" in text
 
     on_ranks(2, BUILD, rank)

@@ -21,7 +21,7 @@ from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter, pu
 from shardwise.memory.sharding import sharding_of
 from shardwise.torch_internals import disable_torch_function
 from tests import nets
-from tests.copies import local, on_ranks, said, seeded
+from tests.copies import error_text, local, on_ranks, seeded
 from tests.fake import FakeComm
 from tests.steps import STRATEGIES, train
 
@@ -74,7 +74,7 @@ def test_every_rank_refuses_what_needs_the_whole_parameter(misuse: str) -> None:
         for name, param in model.named_parameters():
             for grad in (True, False):
                 with torch.set_grad_enabled(grad):
-                    text = said(sw.ShardUseError, partial(MISUSES[misuse], param))
+                    text = error_text(sw.ShardUseError, partial(MISUSES[misuse], param))
                 assert f"parameter {name!r} is sharded" in text
             holds_all.append(param.shape == _whole(param))
         return holds_all
@@ -91,7 +91,7 @@ def test_every_rank_refuses_an_initialisation_by_the_shape_of_its_shard() -> Non
     def rank(comm: Comm, model: nn.Module) -> str:
         sw.shard(model, comm=comm)
         weight = model.get_parameter("linear.weight")
-        return said(sw.ShardUseError, lambda: nn.init.xavier_uniform_(weight))
+        return error_text(sw.ShardUseError, lambda: nn.init.xavier_uniform_(weight))
 
     assert all("and 'xavier_uniform_' needs the full" in text for text in on_ranks(3, Normed, rank))
 
@@ -106,7 +106,7 @@ def test_every_rank_refuses_to_record_a_shard_for_a_loss(use: Callable[[Tensor],
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         for param in model.parameters():
-            said(sw.ShardUseError, lambda: use(param))  # noqa: B023 - called at once
+            error_text(sw.ShardUseError, lambda: use(param))  # noqa: B023 - called at once
             param.requires_grad = False
             use(param)
 
@@ -251,9 +251,9 @@ def test_a_sharded_model_is_not_pickled(world: int, strategy: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> list[str]:
         sw.shard(model, strategy, comm=comm)
         return [
-            said(sw.ShardUseError, lambda: torch.save(model, io.BytesIO())),
-            said(sw.ShardUseError, lambda: pickle.dumps(model)),
-            said(sw.ShardUseError, lambda: copy.deepcopy(model.get_submodule("blocks.0"))),
+            error_text(sw.ShardUseError, lambda: torch.save(model, io.BytesIO())),
+            error_text(sw.ShardUseError, lambda: pickle.dumps(model)),
+            error_text(sw.ShardUseError, lambda: copy.deepcopy(model.get_submodule("blocks.0"))),
         ]
 
     for texts in on_ranks(world, nets.decoder, rank):
@@ -267,12 +267,12 @@ def test_a_shard_alone_is_neither_pickled_nor_copied() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         weight = model.get_parameter("linear.weight")
-        assert "would lose the other ranks' parts" in said(
+        assert "would lose the other ranks' parts" in error_text(
             sw.ShardUseError, lambda: pickle.dumps(weight)
         )
-        text = said(sw.ShardUseError, lambda: copy.deepcopy(weight))
+        text = error_text(sw.ShardUseError, lambda: copy.deepcopy(weight))
         assert "copy.deepcopy(model) of the model that was passed to shard()" in text
-        assert "would lose" in said(sw.ShardUseError, lambda: pickle.dumps(weight.detach()))
+        assert "would lose" in error_text(sw.ShardUseError, lambda: pickle.dumps(weight.detach()))
         assert type(copy.deepcopy(weight.detach())) is ShardTensor
 
     on_ranks(2, Normed, rank)
@@ -287,8 +287,8 @@ def test_what_cannot_stand_for_a_shard_is_refused_where_it_is_assigned() -> None
             weight.data = value
 
         assign(torch.zeros(20, 8))
-        assert said(sw.ConfigError, lambda: assign(torch.zeros(20, 8).half()))
-        return said(sw.ConfigError, lambda: assign(torch.zeros(40, 8)))
+        assert error_text(sw.ConfigError, lambda: assign(torch.zeros(20, 8).half()))
+        return error_text(sw.ConfigError, lambda: assign(torch.zeros(40, 8)))
 
     for text in on_ranks(2, Normed, rank):
         assert text == (
@@ -322,7 +322,7 @@ def test_one_rank_refuses_what_many_refuse(
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, strategy, comm=comm, precision=precision)
         for what, use in REFUSED.items():
-            said(sw.ShardwiseError, partial(use, model))
+            error_text(sw.ShardwiseError, partial(use, model))
             assert {type(param) for param in model.parameters()} == {ShardedParameter}, what
             train(model, (torch.ones(2, 8), torch.ones(2, 8)))
 
@@ -385,7 +385,7 @@ def test_a_shard_does_not_take_the_place_of_one_with_another_shape() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         weight, back = model.get_parameter("linear.weight"), model.get_parameter("back.weight")
-        text = said(sw.ShardUseError, lambda: setattr(weight, "data", back.data))
+        text = error_text(sw.ShardUseError, lambda: setattr(weight, "data", back.data))
         assert "parameter 'linear.weight' is sharded" in text
 
     on_ranks(2, Normed, rank)
@@ -394,7 +394,7 @@ def test_a_shard_does_not_take_the_place_of_one_with_another_shape() -> None:
 def test_a_models_dtype_is_changed_before_it_is_sharded() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
-        assert "After shard() a model's dtype" in said(sw.ConfigError, model.double)
+        assert "After shard() a model's dtype" in error_text(sw.ConfigError, model.double)
         params = list(model.parameters())
         assert all(map(operator.is_, model.float().parameters(), params))  # as they are
         assert {type(param) for param in params} == {ShardedParameter}
@@ -406,7 +406,7 @@ def test_autograd_is_not_asked_for_the_gradient_of_a_shard() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         value, weight = model(torch.ones(2, 8)).sum(), model.get_parameter("linear.weight")
-        text = said(sw.ShardUseError, lambda: torch.autograd.grad(value, weight))
+        text = error_text(sw.ShardUseError, lambda: torch.autograd.grad(value, weight))
         assert text.startswith("torch.autograd.grad was called for the gradient of parameter")
 
     on_ranks(2, Normed, rank)

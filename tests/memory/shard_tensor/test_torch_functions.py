@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from tests.copies import clones, said
+from tests.copies import clones, error_text
 from tests.ranks import run_sharing, run_threads
 from tests.steps import STRATEGIES, assert_at_rest, assert_gradients
 
@@ -148,7 +148,7 @@ def test_a_parameter_that_an_evaluation_reads_beside_its_unit_is_whole(read: str
         sw.shard(models[comm.rank], "full_shard", sw.wrap.by_class(nn.Linear, nn.Embedding), comm)
         with torch.no_grad():
             torch.testing.assert_close(models[comm.rank](ids), plain(ids))
-        said(sw.ShardUseError, lambda: models[comm.rank].head @ torch.ones(11))
+        error_text(sw.ShardUseError, lambda: models[comm.rank].head @ torch.ones(11))
 
     run_threads(3, rank)
 
@@ -254,7 +254,7 @@ def test_what_writes_to_whole_values_is_refused_in_a_pass_too(write: str) -> Non
         model = Reading(REFUSED[write])
         sw.shard(model, "full_shard", sw.wrap.by_class(nn.Linear, nn.Embedding), comm)
         with torch.no_grad():
-            text = said(sw.ShardUseError, lambda: model(torch.tensor([[1, 2, 3]])))
+            text = error_text(sw.ShardUseError, lambda: model(torch.tensor([[1, 2, 3]])))
         assert "parameter 'embed.weight' is sharded" in text
 
     run_threads(2, rank)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm import memory, pages
 from shardwise.comm.protocol import Comm
-from tests.copies import on_ranks, said
+from tests.copies import error_text, on_ranks
 from tests.forked import forked
 from tests.ranks import run_threads
 from tests.steps import assert_gradients
@@ -131,7 +131,7 @@ def test_outside_of_a_pass_every_rank_refuses_it(world: int) -> None:
         sw.shard(model, comm=comm)
         weight, x = model.get_parameter("head.weight"), torch.ones(5, 6)
         for call, value in product(CALLS.values(), (weight, weight.detach())):
-            text = said(sw.ShardUseError, partial(call, x, value))
+            text = error_text(sw.ShardUseError, partial(call, x, value))
             assert "'head.weight'" in text
             assert "needs the full tensor" in text
 
@@ -191,7 +191,7 @@ def test_a_copy_of_a_parameter_is_whole_in_a_pass_and_refused_at_rest(
         expected = model.head.weight.detach().double().clone()
         sw.shard(model, comm=comm, wrap=sw.wrap.by_class(nn.Linear))
         for value in (model.head.weight, model.head.weight.detach()):
-            assert "'head.weight'" in said(sw.ShardUseError, partial(READS[name], value))
+            assert "'head.weight'" in error_text(sw.ShardUseError, partial(READS[name], value))
         for _ in range(2):
             model(torch.ones(2, 6)).sum().backward()
         for copied in model.copies:
@@ -217,7 +217,7 @@ def test_nobody_reads_at_rest_where_the_elements_are(world: int) -> None:
         model(torch.ones(2, 6)).sum().backward()
         weight: Any = model.get_parameter("weight")
         for use, value in product(ADDRESSES.values(), (weight, weight.detach(), weight.grad)):
-            assert "'weight'" in said(sw.ShardUseError, partial(use, value))
+            assert "'weight'" in error_text(sw.ShardUseError, partial(use, value))
         assert weight.to_local().data_ptr() or not weight.to_local().numel()
 
     on_ranks(world, lambda: nn.Linear(6, 1), rank)
@@ -231,7 +231,7 @@ def test_a_shard_is_not_swapped_for_another_tensor(world: int) -> None:
         sw.shard(model, comm=comm)
         pair = model.get_parameter("weight"), nn.Parameter(torch.ones(4, 3))
         for first, second in (pair, pair[::-1]):
-            text = said(sw.ShardUseError, partial(torch.utils.swap_tensors, first, second))
+            text = error_text(sw.ShardUseError, partial(torch.utils.swap_tensors, first, second))
             assert "and 'swap_tensors' needs the full tensor" in text
         model(torch.ones(2, 3)).sum().backward()
 
@@ -250,7 +250,7 @@ def test_an_initialisation_by_shape_is_refused_also_where_nothing_is_held(world:
         for name in set(DRAWS) - {"zeros_", "ones_", "constant_"}:
             weight = model.get_parameter("1.weight" if name == "dirac_" else "0.weight")
             args = (weight, 0.1) if name == "sparse_" else (weight,)
-            text = said(sw.ShardUseError, partial(getattr(nn.init, name), *args))
+            text = error_text(sw.ShardUseError, partial(getattr(nn.init, name), *args))
             assert f"'{name}' needs the full" in text
         return len(model.get_parameter("1.weight"))
 
@@ -277,7 +277,7 @@ def test_a_sharded_model_is_not_converted(world: int, strategy: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, strategy, comm=comm)
         for convert in CONVERSIONS.values():
-            text = said(sw.ConfigError, partial(convert, model))
+            text = error_text(sw.ConfigError, partial(convert, model))
             assert text.startswith("the model was to be converted to torch.")
             assert "pass precision=sw.Precision(param_dtype=torch." in text
         assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
