@@ -47,7 +47,7 @@ def convert_config(words: tuple[str, ...], **options: Any) -> None:
 
 # --- trace -----------------------------------------------------------------------------------
 
-MESH = click.option("--mesh", nargs=2, type=int, metavar="COPIES RANKS", help="Of a hybrid.")
+MESH = click.option("--mesh", nargs=2, type=COUNT, metavar="COPIES RANKS", help="Of a hybrid.")
 
 
 @click.command("trace", short_help="Show one step as a program.")
@@ -191,7 +191,7 @@ def data_show(recipe: str, number: int, rehearse: bool, overrides: tuple[str, ..
 @click.argument("model", required=False)
 @click.option("--gpus", default="8xH100", show_default=True, help="Devices of a node.")
 @click.option("--nodes", type=COUNT, default=1, show_default=True, help="Nodes.")
-@click.option("--link", help="Between nodes: a name, or a rate such as 400Gb/s.")
+@click.option("--link", help="Between nodes: a name, or a rate: 400Gb/s, 50GB/s.")
 @click.option("--seq", type=COUNT, help="Tokens of a row.")
 @click.option("--global-batch", help="Tokens of a step, such as 1Mtok.")
 @click.option("--micro-batch", type=COUNT, help="Rows of a rank at a time.")

@@ -21,10 +21,10 @@ def test_no_shard_is_for_models_below_a_billion(billions: float, takes: bool) ->
 @pytest.mark.parametrize(
     ("inside", "avoided"),
     [
-        ("nvswitch", set()),
-        ("nvlink", {"full_shard"}),
-        ("pcie5", {"full_shard"}),
-        ("pcie4", {"full_shard", "shard_grad_op"}),
+        ("NVSwitch", set()),
+        ("NVLink", {"full_shard"}),
+        ("PCIe 5", {"full_shard"}),
+        ("PCIe 4", {"full_shard", "shard_grad_op"}),
     ],
 )
 def test_sharding_asks_for_fast_links_in_a_host(inside: str, avoided: set[str]) -> None:
@@ -43,7 +43,7 @@ def test_parameters_are_counted_without_exponents(parameters: int, written: str)
 
 @pytest.mark.parametrize(
     ("billions", "between", "takes"),
-    [(8, "infiniband", False), (6, "infiniband", True), (8, "ethernet", True)],
+    [(8, "HDR InfiniBand", False), (6, "HDR InfiniBand", True), (8, "100 Gb Ethernet", True)],
 )
 def test_hybrids_are_for_small_models_or_without_infiniband(
     billions: int, between: str, takes: bool
@@ -54,3 +54,10 @@ def test_hybrids_are_for_small_models_or_without_infiniband(
 def test_below_100_gigabits_hosts_should_meet_rarely() -> None:
     assert said(8 * BILLION, "nvswitch", "ethernet", 99e9)["diloco"]
     assert "diloco" not in said(8 * BILLION, "nvswitch", "ethernet", 100e9)
+
+
+def test_a_link_is_called_by_the_name_that_the_table_has() -> None:
+    rules = advise(Situation(8 * BILLION, "PCIe 4", "100 Gb Ethernet", 90e9))
+    why = {advice.strategy: advice.why for advice in rules}
+    assert why["shard_grad_op"] == "PCIe 4 is no NVLink, NVSwitch or PCIe 5"
+    assert why["hybrid_shard"] == "100 Gb Ethernet is no InfiniBand"

@@ -55,6 +55,14 @@ def test_a_link_may_be_a_rate() -> None:
     link = known().link("400 Gb/s")
     assert link.bandwidth == pytest.approx(45e9)
     assert known().link("1,600Gbps").bandwidth == pytest.approx(4 * link.bandwidth)
+    assert known().link("400gbit/s") == link
+    assert link.name == "400 Gb/s"
+
+
+def test_a_rate_in_bytes_is_eight_times_one_in_bits() -> None:
+    assert known().link("50GB/s") == known().link("50 GBps") == known().link("400 Gb/s")
+    with pytest.raises(ConfigError, match="no link is called '50GBPS'"):  # either may be meant
+        known().link("50GBPS")
 
 
 def test_a_precision_that_an_accelerator_lacks_is_an_error_with_those_it_has() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-FAST_INSIDE = ("nvlink", "nvswitch", "pcie5")
+FAST_INSIDE = ("nvlink", "nvswitch", "pcie 5")
 SMALL, MEDIUM = 1e9, 7e9  # parameters
 SLOW = 100e9  # bits per second between hosts
 
@@ -19,8 +19,8 @@ class Situation(NamedTuple):
     """The facts that the rules ask for."""
 
     parameters: int
-    inside: str  # the link between devices of a host, such as "nvswitch"
-    between: str | None  # the link between hosts, such as "infiniband"; None = one host
+    inside: str  # the link between devices of a host, such as "NVSwitch"
+    between: str | None  # the link between hosts, such as "HDR InfiniBand"; None = one host
     bits_per_second: float  # of that link, for one host
 
 
@@ -39,9 +39,9 @@ def advise(situation: Situation) -> Iterator[Advice]:
         yield Advice("no_shard", True, f"{billions} are below 1 B")
     else:
         yield Advice("no_shard", False, f"{billions} are not below 1 B")
-    if not situation.inside.startswith(FAST_INSIDE):
+    if not situation.inside.lower().startswith(FAST_INSIDE):
         yield Advice("shard_grad_op", False, f"{situation.inside} is no NVLink, NVSwitch or PCIe 5")
-    if not situation.inside.startswith("nvswitch"):
+    if not situation.inside.lower().startswith("nvswitch"):
         yield Advice("full_shard", False, f"{situation.inside} is no NVSwitch")
     if situation.between is not None:
         yield from _between_hosts(situation, situation.between, billions)
@@ -57,9 +57,9 @@ def _count(number: int) -> str:
 
 def _between_hosts(situation: Situation, between: str, billions: str) -> Iterator[Advice]:
     if situation.bits_per_second < SLOW:
-        speed = f"{situation.bits_per_second / 1e9:g} Gbit/s between hosts are below 100"
+        speed = f"{situation.bits_per_second / 1e9:g} Gb/s that hosts reach are below 100"
         yield Advice("diloco", True, speed)
-    if not between.startswith("infiniband"):
+    if "infiniband" not in between.lower():
         yield Advice("hybrid_shard", True, f"{between} is no InfiniBand")
     elif situation.parameters < MEDIUM:
         yield Advice("hybrid_shard", True, f"{billions} are below 7 B")

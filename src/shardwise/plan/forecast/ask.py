@@ -260,7 +260,7 @@ class _Search:
     def advice(self, strategies: set[str]) -> list[Advice]:
         """The rules of thumb for this model on this machine, of what was searched."""
         machine, hosts = self.question.machine, self.question.ranks / self.question.machine.per_host
-        between = _plain(machine.between) if hosts > 1 else None
+        between = machine.between.name if hosts > 1 else None
         bits = machine.between.bandwidth * 8
         rules = advise(Situation(self.numel, _inside(machine.inside), between, bits))
         return [rule for rule in rules if rule.strategy in {"diloco", *strategies}]
@@ -297,9 +297,4 @@ def _rate(forecast: Forecast) -> float:
 
 def _inside(link: Link) -> str:
     """The rules' word for it: hosts with NVLink have switches since A100."""
-    name = _plain(link)
-    return "nvswitch" if name.startswith("nvlink") else name
-
-
-def _plain(link: Link) -> str:
-    return "infiniband" if "infiniband" in link.name.lower() else link.name.lower().replace(" ", "")
+    return "NVSwitch" if link.name.startswith("NVLink") else link.name

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from shardwise.errors import ConfigError, nearest
 
 TABLE = Path(__file__).with_name("machines.toml")
-REACHED = 0.9  # of a link's rate in bits, where only that is known
+REACHED = 0.9  # of a link's rate, where only that is known
+RATE = re.compile(r"(\d[\d,]*\.?\d*) ?([mgMG])(?:(B)|b|(?i:bit))(?:/s|ps)")  # B: bytes
 
 
 @dataclass(frozen=True)
@@ -206,16 +207,17 @@ class Table:
         return _by_name("accelerator", name, names)
 
     def link(self, name: str) -> Link:
-        """The link of this name; ``"400 Gb/s"`` is one of that rate.
+        """The link of this name; ``"400 Gb/s"`` and ``"50 GB/s"``, in bytes, are of that rate.
 
         Raises:
             ConfigError: none has it.
         """
-        rate = re.fullmatch(r"(\d[\d,]*\.?\d*) ?([mg])b(?:it)?(?:/s|ps)", name.strip().lower())
-        bits = float(rate[1].replace(",", "")) * (1e9 if rate[2] == "g" else 1e6) if rate else 0
-        if rate is None or not bits:
+        rate = RATE.fullmatch(name.strip())
+        size = (1e9 if rate[2] in "gG" else 1e6) * (8 if rate[3] else 1) if rate else 0
+        bits = float(rate[1].replace(",", "")) * size if rate else 0
+        if not bits:
             return _by_name("link", name, self.links, "; a rate such as 400Gb/s serves, too")
-        return Link(name, bits / 8 * REACHED, 1e-5, f"its name, {REACHED} of it")
+        return Link(f"{bits / 1e9:g} Gb/s", bits / 8 * REACHED, 1e-5, f"its name, {REACHED} of it")
 
     def machine(
         self,
