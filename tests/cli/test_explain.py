@@ -44,6 +44,33 @@ def test_the_bytes_of_a_recipes_model_by_strategy(capsys: pytest.CaptureFixture[
     assert "Decoder, 3,541,248 parameters" in text or "Decoder, " in text
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--json",),
+        ("all-gather", "--ranks", "8"),
+        ("memory", "--strategy", "zero1"),
+        ("step", "--json"),
+        ("step", "--accumulation", "2"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", *arguments])
+    out, error = capsys.readouterr()
+    assert not out
+    assert " changes nothing of what `shardwise explain" in error
+
+
+def test_a_mesh_has_at_least_one_rank_in_each_direction(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "memory", "--mesh", "0", "2"])
+    assert caught.value.code == 2
+    assert "0 is not in the range x>=1" in capsys.readouterr().err
+
+
 def test_both_ways_to_accumulate_are_beside_the_strategies(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from itertools import zip_longest
 from math import prod
 from textwrap import wrap
@@ -17,12 +17,15 @@ from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.tables import table
 from shardwise.doctor.accumulation import Accumulated, accumulated
 from shardwise.doctor.words import Word, find, words
+from shardwise.errors import ConfigError
 from shardwise.hf.preparation import packed_elements, whole_weights
 from shardwise.plan import order
 from shardwise.plan.bytes import Kept, blueprints, table_of
 from shardwise.plan.draw import draw
 from shardwise.plan.printed import size
 from shardwise.train.optimizer import blocksize_of
+
+UNUSED = {"memory": {"strategy"}, "step": {"accumulation", "json"}}  # options; a word uses none
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,17 @@ class About:
         blocksize = {"blocksize": blocksize_of(optimizer)}
         return optimizer, {**usual, **named.arguments, **given, **blocksize}
 
+    def refuse_unused(self, word: str | None) -> None:
+        """Raises ``ConfigError`` for an option that changes nothing of what is said of ``word``."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name.removeprefix("as_") for name, value in own.items() if value}
+        if unused := sorted(given & UNUSED.get(word or "", given)):
+            command = f"shardwise explain {word or ''}".rstrip()
+            raise ConfigError(
+                f"--{unused[0]} changes nothing of what `{command}` says. Leave it out; --help "
+                "says what it is of."
+            )
+
     def world(self, mesh: tuple[int, int] | None) -> int:
         """The number of ranks."""
         return self.ranks or prod(mesh or (2,))
@@ -53,6 +67,7 @@ class About:
 
 def run_explain(word: str | None, model: str | None, about: About) -> None:
     """Print what was asked for."""
+    about.refuse_unused(word)
     if word is None:
         lines = _list()
     elif word == "memory":
