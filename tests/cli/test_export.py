@@ -113,6 +113,24 @@ def test_a_run_s_folder_may_be_called_as_a_file_of_torch(run: Path, tmp_path: Pa
     assert export(tmp_path / "run.ckpt", tmp_path / "out") == 0
 
 
+def test_weights_alone_need_no_class_of_an_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    made = torch.optim.RMSprop(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    made.step()
+    states = {"model": model.state_dict(), "optimizer": made.state_dict()}
+    torch.save(states, tmp_path / "both.pt")
+    assert export(tmp_path / "both.pt", tmp_path / "out") == 0
+    assert same(tensors(tmp_path / "out", "model"), model.state_dict())
+    assert export(tmp_path / "both.pt", tmp_path / "all", "--with-optimizer") == 1
+    assert "--optimizer-class AdamW" in capsys.readouterr().err
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    assert export(tmp_path / "weights.pt", tmp_path / "all", "--with-optimizer") == 1
+    assert f"{tmp_path / 'weights.pt'} holds weights, and no optim" in capsys.readouterr().err
+
+
 def test_where_it_came_from_is_said_by_the_name_that_was_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import click
 import torch
 
+from shardwise.checkpoint import training_state
 from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.cli.format_names import escape
 from shardwise.cli.other_libraries import without_their_noise
@@ -149,8 +150,8 @@ def _as_checkpoint(source: Path, destination: Path, arguments: ExportArguments) 
     if not _is_torch_source(source):
         if arguments.torch_only:
             raise ConfigError(
-                f"{' and '.join(arguments.torch_only)} is for PyTorch files, and {source} is not "
-                "one. Leave it out."
+                f"{arguments.torch_only[0]} is for PyTorch files, and {source} is not one. Leave "
+                "it out."
             )
         yield checkpoint_of(source)
         return
@@ -159,9 +160,14 @@ def _as_checkpoint(source: Path, destination: Path, arguments: ExportArguments) 
     with workplace(destination.absolute()) as folder:
         sources = [source, *filter(None, [arguments.optimizer_file])]
         imported = folder / "imported"
-        converted = import_checkpoint(
-            sources, imported, arguments.trust_source, arguments.optimizer_class
-        )
+        left_out = None if arguments.with_optimizer else ""
+        of_class = arguments.optimizer_class or left_out
+        converted = import_checkpoint(sources, imported, arguments.trust_source, of_class)
+        if arguments.with_optimizer and not (imported / training_state.NAME).exists():
+            raise ConfigError(
+                f"{source} holds weights, and no optimizer state. Export it without "
+                "--with-optimizer, or name the file that has it with --optimizer-file."
+            )
         _print_left_out(converted.left_out)
         yield imported
 

@@ -34,7 +34,7 @@ def import_checkpoint(
         source: a DCP folder, or a ``.pt`` file with a whole state dict; or several of them, where
             model and optimizer lie apart.
         trust: unpickle what the restricted readers refuse, which can run any code.
-        optimizer: its class, where the source does not name it: ``"AdamW"``.
+        optimizer: its class, where the source does not name it: ``"AdamW"``; ``""``: leave it out.
 
     Raises:
         CheckpointError: trust is needed; or the source is broken, or in no known form. Nothing is
@@ -46,7 +46,7 @@ def import_checkpoint(
     check_replaceable(final)
     normalized = normalize(read_torch(path, trust) for path in paths)
     tensors, small = {MODEL: normalized.weights}, _config(paths)
-    if normalized.groups or normalized.state:
+    if optimizer != "" and (normalized.groups or normalized.state):
         small[training_state.NAME] = _training(normalized, optimizer)
         tensors[OPTIMIZER] = _optimizer_tensors(normalized)
     plans = {}
