@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.watch import phase, rows, run_watch, sparkline
+from shardwise.errors import ConfigError
 from shardwise.report.run import Run
 from shardwise.train.folder import Folder, is_locked
 from tests.report.runs import folder_of_a_run, lines_of_a_run
@@ -86,3 +87,9 @@ def test_one_frame_is_printed_as_plain_lines(
 def test_a_sparkline_is_as_wide_as_it_may_be() -> None:
     assert sparkline([1.0]) == "▁"
     assert len(sparkline(list(range(1_000)))) <= 48
+
+
+def test_a_file_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        run_watch(tmp_path / "metrics.jsonl", once=True)

@@ -34,6 +34,17 @@ def test_torn_and_missing_files_are_no_error(tmp_path: Path) -> None:
     assert run.recipe == {}
 
 
+def test_lines_and_steps_of_another_version_are_as_if_they_were_not_there(tmp_path: Path) -> None:
+    folder = folder_of_a_run(tmp_path / "run")
+    before = read_run(folder).lines
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"record": "stepped", "step": 9, "time": 1.0}\n{"record": ["saved"]}\n')
+    (folder / "step.json").write_text('{"step": 3}', "utf-8")
+    run = read_run(folder)
+    assert run.lines == before
+    assert run.step is None
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the folder of a run: metrics\.jsonl cannot be"):
         read_run(tmp_path)

@@ -17,6 +17,13 @@ from shardwise.train.folder import METRICS, RECIPE, STEP
 from shardwise.train.metrics_log import lines_until
 
 Line = Mapping[str, Any]
+NEEDED = {  # keys of a line, by its record
+    "built": ("strategy", "ranks", "parameters"),
+    "stepped": ("step", "steps", "loss", "tokens_per_second", "seconds_left", "memory"),
+    "evaluated": ("step", "loss"),
+    "saved": ("step", "nbytes"),
+    "resumed": ("step",),
+}
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,15 @@ def read_run(path: Path) -> Run:
             f"{path} is not the folder of a run: {METRICS} cannot be read ({error.strerror}). "
             "Name the folder that the run's recipe calls run.folder."
         ) from None
-    lines = tuple(line for line in lines_until(text.split("\n"), math.inf) if "record" in line)
+    lines = tuple(line for line in lines_until(text.split("\n"), math.inf) if _has_all(line))
     recipe, step = _parsed(path / RECIPE), _parsed(path / STEP)
-    return Run(path.resolve().name, lines, flatten(recipe or {}), step)
+    is_whole = step is not None and {"step", "kinds", "moments"} <= step.keys()
+    return Run(path.resolve().name, lines, flatten(recipe or {}), step if is_whole else None)
+
+
+def _has_all(line: Line) -> bool:
+    """Has the line what it is drawn by? Another version's may not, or a damaged one."""
+    return {"record", "time", *NEEDED.get(str(line.get("record")), ())} <= line.keys()
 
 
 def _parsed(path: Path) -> dict[str, Any] | None:

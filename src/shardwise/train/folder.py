@@ -67,7 +67,7 @@ def is_locked(path: Path) -> bool:
     """Test whether a process runs in the folder ``path``; it may be on another machine."""
     try:
         lock = os.open(path / LOCK, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
