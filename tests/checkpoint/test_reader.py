@@ -139,6 +139,15 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:
             source.read_into("model.safetensors", 0, np.empty(3 * BLOCK, np.uint8))
 
 
+def test_an_empty_file_says_how_many_bytes_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with (
+        pytest.raises(sw.CheckpointError, match="it has 0 of the 8 bytes that announce the header"),
+        CheckpointReader.open(tmp_path) as reader,
+    ):
+        reader.weights()
+
+
 def test_a_file_that_the_manifest_does_not_list_is_not_there(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')
     with CheckpointReader.open(folder) as source:

@@ -86,8 +86,8 @@ def file(header: object, data: int = 8) -> bytes:
 @pytest.mark.parametrize(
     ("data", "fact"),
     [
-        (b"", "0 bytes, fewer than the 8"),
-        (b"\5\0\0", "3 bytes, fewer than the 8"),
+        (b"", "it has 0 of the 8 bytes"),
+        (b"\5\0\0", "it has 3 of the 8 bytes"),
         (bytes(64), "announces no header"),
         ((1 << 60).to_bytes(8, "little") + bytes(9), "announces a header of 1,152,921,504"),
         ((CAP + 1).to_bytes(8, "little") + bytes(9), "announces a header of 100,000,001"),

@@ -126,7 +126,7 @@ class CheckedFile:
         retried(f"reading {self.title}", lambda: self._read(at, deque(pieces)), self.kept.naps)
 
     def _read(self, at: int, left: deque[Bytes]) -> None:
-        while left:
+        while any(map(len, left)):
             views = [piece.data for piece in islice(left, VECTORS)]
             try:
                 done = os.preadv(self.kept.handle(self), views, at)

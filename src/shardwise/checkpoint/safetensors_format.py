@@ -129,7 +129,7 @@ def encode(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
 def length_of(prefix: bytes, size: int, file: str) -> int:
     """Bytes of JSON that ``prefix`` announces, the first 8 bytes of a file of ``size`` bytes."""
     if len(prefix) < _PREFIX or size < _PREFIX:
-        raise _bad(file, f"it has {size} bytes, fewer than the 8 that announce the header")
+        raise _bad(file, f"it has {size} of the 8 bytes that announce the header")
     length = int.from_bytes(prefix[:_PREFIX], "little")
     if length == 0:
         raise _bad(file, "it announces no header, as a file does whose writer did not finish")
