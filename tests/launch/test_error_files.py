@@ -53,6 +53,15 @@ def test_an_error_of_the_system_is_a_sentence_and_may_be_tried_again(
     assert not from_error_file.is_permanent
 
 
+def test_a_file_in_a_folder_that_is_missing_is_told_by_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "none" / "a.yaml").write_text("")
+    message = os_error_message(caught.value)
+    assert message.endswith(
+        f"there is no folder {tmp_path / 'none'}: make it, or choose another place."
+    )
+
+
 def test_of_what_the_system_says_nothing_more_is_known() -> None:
     message = os_error_message(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
     assert message == "a file, a pipe or a socket cannot be used: Connection reset by peer."

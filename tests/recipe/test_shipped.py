@@ -50,5 +50,12 @@ def test_a_copy_is_written_once(tmp_path: Path) -> None:
     assert read_recipe(copy) == read_recipe("demo")
     with pytest.raises(ConfigError, match=r"mine\.yaml exists and is not replaced"):
         write_copy("demo", copy)
-    with pytest.raises(ConfigError, match="there is no recipe dmo; there are demo, "):
+    with pytest.raises(ConfigError, match="there is no recipe 'dmo'; there are demo, "):
         write_copy("dmo", copy)
+
+
+@pytest.mark.parametrize("name", ["mine.toml", "mine"])
+def test_a_name_that_is_not_read_as_yaml_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"would hold YAML, .* name it .*mine\.yaml\.$"):
+        write_copy("demo", tmp_path / name)
+    assert not (tmp_path / name).exists()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from shlex import quote
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +196,7 @@ def recipe(name: str | None, file: Path | None) -> None:
         return
     file = file or Path(f"{name}.yaml")
     write_copy(name, file)
-    click.echo(f"wrote {file}: shardwise train {file} --nproc 2")
+    click.echo(f"wrote {file}: shardwise train {quote(str(file))} --nproc 2")
 
 
 # --- inspect ---------------------------------------------------------------------------------

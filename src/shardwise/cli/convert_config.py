@@ -22,6 +22,7 @@ from shardwise.cli.tables import table, terminal_width
 from shardwise.dialects import DIALECTS, Policy, Report, is_of_trainer, read, write
 from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError, nearest
+from shardwise.recipe.shipped import check_suffix
 
 
 def run_convert_config(
@@ -51,6 +52,8 @@ def run_convert_config(
             raise ConfigError(f"there is no dialect {name!r}; nearest is {near!r}.")
     suffix = {"fsdp_config": ".json", "environment": ".env"}.get(to, ".yaml")
     output = output or Path(f"{path.stem}.{to}{suffix}")
+    if to == "recipe":
+        check_suffix(output)
     if output.exists() and not overwrite:
         raise ConfigError(f"{output} exists; name another --output, or pass --overwrite.")
     tree, known = _load(path, text, len(words) > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, get_args
 
 import click
@@ -18,7 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.launch_config import Launcher
 from shardwise.recipe.read import flatten, parse, read_recipe, set_key
 from shardwise.recipe.section import SHORT
-from shardwise.recipe.shipped import path_of
+from shardwise.recipe.shipped import check_suffix, path_of
 
 
 class Question(NamedTuple):
@@ -36,6 +37,7 @@ def run_init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> Non
     Raises:
         ConfigError: ``file`` exists, or the recipe would be refused; then it is not there.
     """
+    check_suffix(file)
     if file.exists():
         raise ConfigError(f"{file} exists and is not replaced; name another file.")
     tree, _ = parse(path_of(recipe))
@@ -50,14 +52,15 @@ def run_init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> Non
         answer = one.offered if yes else click.prompt(one.text, one.offered, type=one.kind)
         if one.key.startswith("launch.") or answer != one.offered:
             set_key(tree, one.key, answer)
-    head = f"# From {recipe}. The same file on every machine: {_command(tree)} {file}\n"
+    command = f"{_command(tree)} {quote(str(file))}"
+    head = f"# From {recipe}. The same file on every machine: {command}\n"
     file.write_text(head + yaml.safe_dump(tree, sort_keys=False), "utf-8")
     try:
         read_recipe(file)
     except ConfigError:
         file.unlink()
         raise
-    click.echo(f"wrote     {file}: {_command(tree)} {file}")
+    click.echo(f"wrote     {file}: {command}")
 
 
 def questions(known: Mapping[str, Any], devices: int, address: str) -> list[Question]:

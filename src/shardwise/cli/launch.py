@@ -239,12 +239,12 @@ def _topology() -> mpi.Topology | None:
 
 def _slurm(plan: LaunchPlan, options: LaunchOptions) -> None:
     path = _write(f"{plan.name}.sbatch", slurm.sbatch(plan, sys.executable), options)
-    click.echo(f"wrote     {path}: sbatch {path}")
+    click.echo(f"wrote     {path}: {shell('sbatch', str(path))}")
 
 
 def _ray(plan: LaunchPlan, options: LaunchOptions) -> None:
     path = _write(f"{plan.name}.ray.py", ray.program(plan), options)
-    click.echo(f"wrote     {path}: python {path}")
+    click.echo(f"wrote     {path}: {shell('python', str(path))}")
 
 
 def _k8s(plan: LaunchPlan, options: LaunchOptions) -> None:
@@ -253,14 +253,14 @@ def _k8s(plan: LaunchPlan, options: LaunchOptions) -> None:
     text = kubernetes.manifests(plan, named, options.image)
     path = _write(f"{plan.name}.k8s.yaml", text, options)
     path.chmod(0o600)  # it has the token
-    click.echo(f"wrote     {path}: kubectl apply -f {path}")
+    click.echo(f"wrote     {path}: {shell('kubectl', 'apply', '-f', str(path))}")
 
 
 def _sky(plan: LaunchPlan, options: LaunchOptions) -> None:
     accelerator = "" if plan.device == "cpu" else options.accelerator
     path = _write(f"{plan.name}.sky.yaml", sky.task(plan, accelerator), options)
     token = f"{RUN_TOKEN}=$(openssl rand -hex 16)"
-    click.echo(f"wrote     {path}: sky jobs launch --secret {token} {path}")
+    click.echo(f"wrote     {path}: sky jobs launch --secret {token} {shell(str(path))}")
 
 
 def _write(name: str, text: str, options: LaunchOptions) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.verdict import Verdict
 from shardwise.recipe.read import set_key
+from shardwise.recipe.shipped import check_suffix
 from shardwise.train.foresight import HERE
 
 QUANTITY = re.compile(
@@ -106,6 +108,7 @@ def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Pa
     if write is not None and write.exists():
         raise ConfigError(f"{write} exists, and nothing was written. Name another file.")
     if write is not None:
+        check_suffix(write)
         _refuse_missing_folder(write)
     # What a model or a library prints as it is imported is not part of the answer.
     saying = working(f"planning {model}, which can take half a minute")
@@ -140,7 +143,8 @@ def run_calibrate(path: Path, nproc: int) -> int:
         entry = calibrate(comm, HERE)
     if comm.rank == 0:
         path.write_text(entry, "utf-8")
-        click.echo(f"wrote {path}: plan with --machines {path} --gpus {comm.size}x{HERE}")
+        machines = shlex.quote(str(path))
+        click.echo(f"wrote {path}: plan with --machines {machines} --gpus {comm.size}x{HERE}")
     return 0
 
 

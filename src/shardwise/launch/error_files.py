@@ -43,6 +43,9 @@ def os_error_message(error: OSError) -> str:
     why = error.strerror or str(error) or type(error).__name__
     place = error.filename if error.filename is not None else "a file, a pipe or a socket"
     advice = ADVICE.get(error.errno or 0)
+    folder = Path(place).parent if isinstance(place, str) else Path()
+    if error.errno == errno.ENOENT and not folder.exists():
+        advice = f"there is no folder {folder}: make it, or choose another place"
     return f"{place} cannot be used: {'; '.join(filter(None, (why, advice)))}."
 
 

@@ -23,14 +23,24 @@ def path_of(recipe: str | Path) -> Path:
     return path if path.suffix or path.exists() else shipped().get(str(recipe), path)
 
 
+def check_suffix(path: Path) -> None:
+    """Raises ``ConfigError`` if a recipe in YAML at ``path`` would not be read as one."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"{path} would hold YAML, and a recipe is read by its suffix. Nothing was written; "
+            f"name it {path.with_suffix('.yaml')}."
+        )
+
+
 def write_copy(name: str, path: Path) -> None:
     """Write the shipped recipe ``name`` to ``path``.
 
     Raises:
-        ConfigError: no recipe has that name, or ``path`` exists.
+        ConfigError: no recipe has that name, or ``path`` exists or is no name for YAML.
     """
     if name not in shipped():
-        raise ConfigError(f"there is no recipe {name}; there are {', '.join(shipped())}.")
+        raise ConfigError(f"there is no recipe {name!r}; there are {', '.join(shipped())}.")
+    check_suffix(path)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(shipped()[name].read_text("utf-8"))
