@@ -112,11 +112,11 @@ def test_without_labels_the_mean_is_nan_and_its_gradients_are_0_as_the_plain_one
 def test_a_loss_of_half_precision_is_summed_in_float32() -> None:
     head, target = nn.Linear(64, 512, dtype=torch.bfloat16), torch.randint(512, (300,))
     hidden = torch.randn(300, 64, dtype=torch.bfloat16)
-    found = sw.nn.chunked_cross_entropy(hidden, head, target, chunk=50)
+    loss = sw.nn.chunked_cross_entropy(hidden, head, target, chunk=50)
     with torch.no_grad():
         unchanged = sw.nn.chunked_cross_entropy(hidden, head, target)
-    assert found.dtype is unchanged.dtype is torch.float32
-    assert_near([found, unchanged], [F.cross_entropy(head(hidden).float(), target)] * 2, 1e-6)
+    assert loss.dtype is unchanged.dtype is torch.float32
+    assert_near([loss, unchanged], [F.cross_entropy(head(hidden).float(), target)] * 2, 1e-6)
 
 
 def test_backward_runs_once() -> None:

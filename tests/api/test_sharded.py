@@ -55,8 +55,8 @@ def toy() -> nn.Module:
 
 
 def shardings(model: nn.Module) -> dict[str, Sharding]:
-    found = {name: sharding_of(param) for name, param in model.named_parameters()}
-    return {name: sharding for name, sharding in found.items() if sharding is not None}
+    by_name = {name: sharding_of(param) for name, param in model.named_parameters()}
+    return {name: sharding for name, sharding in by_name.items() if sharding is not None}
 
 
 # --- what stays ------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_each_parameter_says_where_its_elements_are(strategy: str) -> None:
 
     ranks = on_ranks(3, nets.tied_decoder, rank)
     for name, param in seeded(nets.tied_decoder).named_parameters():
-        parts = [found[name] for found in ranks]
+        parts = [shardings[name] for shardings in ranks]
         assert {part.name for part in parts} == {name}
         assert {part.shape for part in parts} == {param.shape}
         if strategy == "no_shard":

@@ -157,15 +157,15 @@ def test_throughput_follows_from_what_a_row_states_of_it(rows: dict[str, dict[st
     silent |= dict.fromkeys(("tflops_gpu", "mfu_pct", "step_time_s"), "")
     peak = known().accelerator("H100 500W").bf16
     flops = case(silent | {"tflops_gpu": f"{0.4 * peak / 1e12}"}).tokens_per_second
-    for told in ("40", "40%", "0.4"):
-        assert case(silent | {"mfu_pct": told}).tokens_per_second == pytest.approx(flops)
+    for mfu in ("40", "40%", "0.4"):
+        assert case(silent | {"mfu_pct": mfu}).tokens_per_second == pytest.approx(flops)
     assert case(silent | {"step_time_s": "4 s"}).tokens_per_second == 2 * 8192 / 4
     with pytest.raises(Inexpressible, match="neither"):
         case(silent)
 
 
 @pytest.mark.parametrize(
-    ("column", "told", "fuses"),
+    ("column", "text", "fuses"),
     [
         ("notes", "126M without flash attention", False),
         ("notes", "FlashAttention-2", True),
@@ -178,10 +178,10 @@ def test_throughput_follows_from_what_a_row_states_of_it(rows: dict[str, dict[st
     ],
 )
 def test_attention_is_one_kernel_since_there_is_one(
-    rows: dict[str, dict[str, str]], column: str, told: str, fuses: bool
+    rows: dict[str, dict[str, str]], column: str, text: str, fuses: bool
 ) -> None:
     row = rows["217"] | OF_ANOTHER | {"model": "tinyllama", "tok_s_gpu": "9"}
-    assert case(row | {column: told}).software.fused is fuses
+    assert case(row | {column: text}).software.fused is fuses
 
 
 def test_scores_that_are_in_memory_are_moved_and_kept(small: Case) -> None:
@@ -232,9 +232,9 @@ def test_a_model_without_a_name_is_one_of_its_sizes(rows: dict[str, dict[str, st
 def test_a_row_can_state_a_vocabulary_and_heads_of_keys_and_values(
     rows: dict[str, dict[str, str]],
 ) -> None:
-    told = {"model": "Nobody-8B", "params_b": "8.05332992", "n_layers": "32", "d_model": "4096"}
-    told |= {"n_heads": "32", "n_kv_heads": "8", "vocab": "131072"}
-    shape = case(rows["217"] | told).shape
+    changes = {"model": "Nobody-8B", "params_b": "8.05332992", "n_layers": "32", "d_model": "4096"}
+    changes |= {"n_heads": "32", "n_kv_heads": "8", "vocab": "131072"}
+    shape = case(rows["217"] | changes).shape
     assert (shape.kv_heads, shape.vocabulary) == (8, 131072)
     assert shape.hidden == pytest.approx(14336, abs=1)
     letters = {"model": "gpt2-xl", "params_b": "1.4", "vocab": "128"}
@@ -277,7 +277,7 @@ def test_a_mixture_of_experts_is_known_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("spelling", "name"),
     [
         ("FSDP2", "full_shard"),
         ("DeepSpeed ZeRO stage 3", "full_shard"),
@@ -293,9 +293,9 @@ def test_a_mixture_of_experts_is_known_by_its_name(name: str) -> None:
     ],
 )
 def test_a_strategy_is_known_by_many_spellings(
-    rows: dict[str, dict[str, str]], told: str, name: str
+    rows: dict[str, dict[str, str]], spelling: str, name: str
 ) -> None:
-    row = rows["217"] | {"strategy": told, "n_gpus": "16", "model": "Llama-3.2-1B"}
+    row = rows["217"] | {"strategy": spelling, "n_gpus": "16", "model": "Llama-3.2-1B"}
     assert case(row | OF_ANOTHER).strategy == name
 
 
@@ -326,7 +326,7 @@ def test_torchtune_before_its_loss_of_parts_holds_all_logits(
 
 
 @pytest.mark.parametrize(
-    ("told", "stored"),
+    ("changes", "stored"),
     [
         ({"framework": "transformers + peft", "task": "LoRA r16"}, "bfloat16"),
         ({"framework": "transformers + DeepSpeed", "task": "SFT"}, "float32"),
@@ -335,25 +335,25 @@ def test_torchtune_before_its_loss_of_parts_holds_all_logits(
     ],
 )
 def test_weights_that_are_frozen_are_in_16_bits(
-    rows: dict[str, dict[str, str]], told: dict[str, str], stored: str
+    rows: dict[str, dict[str, str]], changes: dict[str, str], stored: str
 ) -> None:
-    assert case(rows["217"] | told).software.stored == stored
+    assert case(rows["217"] | changes).software.stored == stored
 
 
 def test_notes_say_where_adapters_are_and_what_a_peak_is_of(
     rows: dict[str, dict[str, str]],
 ) -> None:
     row = rows["217"] | {"framework": "transformers", "task": "LoRA r16"}
-    plain, told = (
+    plain, noted = (
         case(row | {"notes": notes}).software
         for notes in ("", "max_memory_allocated; all linear maps have adapters")
     )
     assert (plain.adapters.on, plain.allocated) == ("attention", False)
-    assert (told.adapters.on, told.allocated) == ("all", True)
+    assert (noted.adapters.on, noted.allocated) == ("all", True)
 
 
 @pytest.mark.parametrize(
-    ("told", "changes"),
+    ("cells", "changes"),
     [
         ({"notes": "fused kernels, Liger"}, {"compiled": True, "logits": "tokens"}),
         (
@@ -388,9 +388,9 @@ def test_notes_say_where_adapters_are_and_what_a_peak_is_of(
     ],
 )
 def test_what_fuses_keeps_or_copies_is_known_by_its_name(
-    rows: dict[str, dict[str, str]], told: dict[str, str], changes: dict[str, Any]
+    rows: dict[str, dict[str, str]], cells: dict[str, str], changes: dict[str, Any]
 ) -> None:
-    software = case(rows["217"] | {"compile": "", "act_ckpt": "full"} | told).software
+    software = case(rows["217"] | {"compile": "", "act_ckpt": "full"} | cells).software
     assert software == replace(software, **changes)
 
 
@@ -441,7 +441,7 @@ def test_a_model_that_is_gathered_whole_to_be_read_has_to_fit(small: Case) -> No
 
 
 @pytest.mark.parametrize(
-    ("told", "policy"),
+    ("text", "policy"),
     [
         ("False", "none"),
         ("No AC", "none"),
@@ -452,9 +452,9 @@ def test_a_model_that_is_gathered_whole_to_be_read_has_to_fit(small: Case) -> No
     ],
 )
 def test_a_policy_of_checkpointing_is_known_by_its_beginning(
-    rows: dict[str, dict[str, str]], told: str, policy: str
+    rows: dict[str, dict[str, str]], text: str, policy: str
 ) -> None:
-    assert case(rows["217"] | {"act_ckpt": told}).software.checkpointing == policy
+    assert case(rows["217"] | {"act_ckpt": text}).software.checkpointing == policy
 
 
 def test_rows_of_a_micro_batch_follow_from_those_of_a_step(rows: dict[str, dict[str, str]]) -> None:

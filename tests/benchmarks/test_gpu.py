@@ -294,13 +294,13 @@ def test_the_tables_name_every_engine_what_was_missed_and_what_failed() -> None:
 
 def test_without_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = asked()
+    result = run_command()
     assert result.exit_code == 1
     assert "there is no CUDA device here" in result.output
     assert "--device cpu --model tiny" in result.output
 
 
-def asked(*arguments: str) -> Result:
+def run_command(*arguments: str) -> Result:
     """The command, as a shell would run it."""
     with pytest.MonkeyPatch.context() as patch:  # the children import what they run
         paths = [str(Path(run.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -309,7 +309,7 @@ def asked(*arguments: str) -> Result:
 
 
 def test_an_engine_that_does_not_exist_is_refused() -> None:
-    result = asked("--engines", "full_shard,fsdp3", "--device", "cpu")
+    result = run_command("--engines", "full_shard,fsdp3", "--device", "cpu")
     assert result.exit_code == 2
     assert "'fsdp3' is not one of 'full_shard', 'fsdp2'," in result.output
 
@@ -318,7 +318,7 @@ def test_an_engine_that_does_not_exist_is_refused() -> None:
 def tables(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Table]:
     """The whole command on a toy, at rank 0 of 4."""
     folder = tmp_path_factory.mktemp("gpu")
-    result = asked(
+    result = run_command(
         *("--device", request.param, "--model", "tinyblocks", "--world", "4", "--rounds", "2"),
         *("--engines", "full_shard,fsdp2"),
         *("--json", str(folder / "report.json"), "--plot", str(folder / "report.png")),

@@ -39,10 +39,10 @@ def test_a_command_that_ends_before_its_first_step_is_an_error_with_what_it_said
 def test_both_fine_tunings_read_the_same_model_and_pairs(tmp_path: Path) -> None:
     model, pairs = tmp_path / "model", tmp_path / "pairs.jsonl"
     ours = program_of("ours", model, pairs, str(tmp_path / "run"))
-    theirs = program_of("trainer ddp", model, pairs, str(tmp_path / "run"))
+    trainer = program_of("trainer ddp", model, pairs, str(tmp_path / "run"))
     recipe = read_recipe(tmp_path / "run.yaml")
     assert (recipe.model.source, recipe.data.source) == (str(model), str(pairs))
-    assert {str(model), str(pairs)} < {*theirs.command}
-    assert ours.weights == theirs.weights == model
+    assert {str(model), str(pairs)} < {*trainer.command}
+    assert ours.weights == trainer.weights == model
     assert (tmp_path / "run.yaml").read_text("utf-8") == recipe_of(model, pairs)
-    assert [*ours.ends] == [*theirs.ends] == [*OURS]
+    assert [*ours.ends] == [*trainer.ends] == [*OURS]

@@ -82,10 +82,10 @@ def names(folder: Path) -> list[str]:
 
 def tensors(folder: Path, stem: str) -> dict[str, Tensor]:
     """All tensors of a checkpoint, as the safetensors library reads them."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for path in sorted(folder.rglob(f"{stem}*.safetensors")):
-        found |= load_file(path)
-    return found
+        by_name |= load_file(path)
+    return by_name
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -55,8 +55,8 @@ def test_it_holds_what_was_there_when_it_was_called(
 
     on_ranks(3, net.build, rank)
     for stem in ("model", "optimizer", "ranks"):
-        found = tensors(tmp_path / "step-2", stem)
-        assert same(found, tensors(tmp_path / "truth" / "step-2", stem))
+        stored = tensors(tmp_path / "step-2", stem)
+        assert same(stored, tensors(tmp_path / "truth" / "step-2", stem))
     assert names(tmp_path) == ["latest", "step-2", "truth"]
     check_complete(tmp_path / "step-2")
 

@@ -26,8 +26,8 @@ TEXTS = ["", "größe", "x" * 10_000, "\0 in the middle"]
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_rank_hears_every_text(world: int) -> None:
-    heard = run_threads(world, lambda comm: all_gather_object(comm, TEXTS[comm.rank], "texts"))
-    assert heard == [TEXTS[:world]] * world
+    gathered = run_threads(world, lambda comm: all_gather_object(comm, TEXTS[comm.rank], "texts"))
+    assert gathered == [TEXTS[:world]] * world
 
 
 def test_rank_0_tells_the_others() -> None:
@@ -81,7 +81,7 @@ def test_any_error_of_any_rank_is_one_of_a_kind_on_all(
         assert raise_on_all(comm, "again", lambda: "well") == "well"
         return caught.type, str(caught.value)
 
-    assert {kind} == {found for found, _ in run_threads(3, rank)}
+    assert {kind} == {raised for raised, _ in run_threads(3, rank)}
     assert len(set(run_threads(3, rank))) == 1
 
 

@@ -165,17 +165,17 @@ def grow(path: Path) -> None:
 def swap_steps(path: Path) -> None:
     """With the file of the same name of the checkpoint before."""
     other = Path(str(path).replace("step-2", "step-1"))
-    mine, theirs = path.read_bytes(), other.read_bytes()
-    path.write_bytes(theirs)
-    other.write_bytes(mine)
+    own, others = path.read_bytes(), other.read_bytes()
+    path.write_bytes(others)
+    other.write_bytes(own)
 
 
 def swap_names(path: Path) -> None:
     """With another file of the same checkpoint."""
     other = next(p for p in sorted(path.parent.iterdir()) if p.name not in (path.name, LOCK))
-    mine, theirs = path.read_bytes(), other.read_bytes()
-    path.write_bytes(theirs)
-    other.write_bytes(mine)
+    own, others = path.read_bytes(), other.read_bytes()
+    path.write_bytes(others)
+    other.write_bytes(own)
 
 
 def become_folder(path: Path) -> None:
@@ -197,7 +197,7 @@ HARMLESS = "all but one byte"  # of the manifest, which ends with a line feed
 
 
 @dataclass
-class Found:
+class Outcome:
     """What became of harm to one file: what loading said, what the run went on with, the log."""
 
     text: str | None
@@ -213,13 +213,13 @@ def restore(files: Mapping[Path, bytes], step: str) -> None:
             path.write_bytes(data)
 
 
-def harmed(kind: str, harm: str, run: Path, log: pytest.LogCaptureFixture) -> dict[str, Found]:
+def harmed(kind: str, harm: str, run: Path, log: pytest.LogCaptureFixture) -> dict[str, Outcome]:
     """Do this harm to each file of ``step-2`` in turn, and load, and resume, on two ranks."""
     paths = (run / step / name for step in ("step-1", "step-2") for name in names(run / step))
     files = {path: path.read_bytes() for path in paths}
 
-    def rank(comm: Comm, model: nn.Module) -> dict[str, Found]:
-        mine, found = Rank(kind, comm, model), {}
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Outcome]:
+        mine, outcomes = Rank(kind, comm, model), {}
         for path in (path for path in files if "step-2" in path.parts):
             if comm.rank == 0:
                 log.clear()
@@ -231,17 +231,19 @@ def harmed(kind: str, harm: str, run: Path, log: pytest.LogCaptureFixture) -> di
                 restore(files, "step-1")  # which an exchange harmed, too
             taken = mine.resume(run)
             if not alike:
-                found[path.name] = Found(text, taken, log.text)
+                outcomes[path.name] = Outcome(text, taken, log.text)
             all_gather_object(comm, "", "looked")
             if comm.rank == 0:
                 if (marked := run / "broken-step-2-1").exists():
                     marked.rename(run / "step-2")
                 restore(files, "step-2")
             all_gather_object(comm, "", "restored")
-        return found
+        return outcomes
 
     one, other = on_ranks(2, DECODER.build, rank, timeout=60.0)
-    assert [found.text for found in one.values()] == [found.text for found in other.values()]
+    assert [outcomes.text for outcomes in one.values()] == [
+        outcomes.text for outcomes in other.values()
+    ]
     return one
 
 
@@ -251,20 +253,23 @@ def test_harm_to_any_file_is_an_error_and_the_run_goes_on_with_the_one_before(
     harm: str, kind: str, copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = copy(kind)
-    found = harmed(kind, harm, run, caplog)
-    assert {"manifest.json"} < set(found)
-    for name, one in found.items():
+    outcomes = harmed(kind, harm, run, caplog)
+    assert {"manifest.json"} < set(outcomes)
+    for name, outcome in outcomes.items():
         if name == "manifest.json" and harm == HARMLESS:
-            assert (one.text, one.taken) == (None, "step-2")
+            assert (outcome.text, outcome.taken) == (None, "step-2")
         elif name == "manifest.json" and harm == "missing" and kind == "weights":
-            assert (one.text, one.taken) == (None, "step-1")  # a folder as others write them …
-            assert "so its bytes could not be checked" in one.log  # … which is said
+            assert (outcome.text, outcome.taken) == (
+                None,
+                "step-1",
+            )  # a folder as others write them …
+            assert "so its bytes could not be checked" in outcome.log  # … which is said
         else:
-            assert one.text is not None, name
-            assert "step-2" in one.text
-            assert "oad another" in one.text
-            assert one.taken == "step-1", name
-            assert "SKIPPED" in one.log
+            assert outcome.text is not None, name
+            assert "step-2" in outcome.text
+            assert "oad another" in outcome.text
+            assert outcome.taken == "step-1", name
+            assert "SKIPPED" in outcome.log
 
 
 def test_files_that_nobody_listed_are_not_read(copy: Callable[[str], Path]) -> None:

@@ -57,7 +57,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[SaveMode, list[Call
 def calls_in(text: str, run: Path) -> list[Call]:
     """Parse what strace wrote; calls that were interrupted by another thread's are put together."""
     begun: dict[int, str] = {}
-    found = []
+    calls = []
     for line in text.splitlines():
         pid, _, rest = line.partition(" ")
         rest = rest.strip()
@@ -67,17 +67,17 @@ def calls_in(text: str, run: Path) -> list[Call]:
         if resumed := re.match(r"<\.\.\. \w+ resumed>(.*)", rest):
             rest = begun.pop(int(pid)) + resumed[1]
         if call := _call(int(pid), rest, run):
-            found.append(call)
-    return found
+            calls.append(call)
+    return calls
 
 
 def _call(pid: int, text: str, run: Path) -> Call | None:
     if not text.rstrip().endswith("= 0"):
         return None
-    if found := re.match(r"f(?:data)?sync\(\d+<([^>]*)>", text):
-        what, path = "fsync", found[1]
-    elif found := re.match(r"(rename|symlink)\w*\((.*)\)", text):
-        what, path = found[1], re.findall(r'"([^"]*)"', found[2])[-1]
+    if match := re.match(r"f(?:data)?sync\(\d+<([^>]*)>", text):
+        what, path = "fsync", match[1]
+    elif match := re.match(r"(rename|symlink)\w*\((.*)\)", text):
+        what, path = match[1], re.findall(r'"([^"]*)"', match[2])[-1]
     else:
         return None
     if not path.startswith(str(run)):
@@ -136,8 +136,8 @@ def test_everything_is_on_the_disk_before_anything_leads_to_it(
 
 def step_in(name: str) -> int | None:
     """Which step a path is of."""
-    found = re.match(r"step-(\d+)", name)
-    return int(found[1]) if found else None
+    match = re.match(r"step-(\d+)", name)
+    return int(match[1]) if match else None
 
 
 def test_what_strace_writes_is_understood() -> None:

@@ -46,8 +46,8 @@ def test_all_of_it_is_read(stored: Path, world: int) -> None:
         state = sharded.optimizer_state_dict(optimizer)["state"]
         return model.state_dict(), state, report.local
 
-    found = on_ranks(world, build, rank)
-    states, moments, local = found[-1]
+    loaded = on_ranks(world, build, rank)
+    states, moments, local = loaded[-1]
     assert local == (1 if world == 2 else None)
     assert states["1.running_mean"].unique().tolist() == [world - 1]
     weights, momentum = tensors(stored, "model"), tensors(stored, "optimizer")

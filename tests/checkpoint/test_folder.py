@@ -335,8 +335,8 @@ def test_what_another_host_writes_is_left_alone_where_locks_do_not_leave_a_host(
     The clock of this host is hours ahead.
     """
     monkeypatch.setattr(time, "time", lambda: 1e10)
-    with monkeypatch.context() as there:
-        there.setattr(lock, "host", lambda: "another host")
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "host", lambda: "another host")
         partial = Partial.make(tmp_path / "step-1", new_token())
     partial.lock.close()  # so that the lock is free, as it looks from here
     assert remove_stale_partials(tmp_path) == []

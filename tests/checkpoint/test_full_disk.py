@@ -54,7 +54,7 @@ class Story:
     way: str
     again: int
     fault: Callable[[], Callable[[], None]]
-    said: list[str] = field(default_factory=lambda: ["", ""])
+    errors: list[str] = field(default_factory=lambda: ["", ""])
     meanwhile: list[str] = field(default_factory=list)
 
     def tell(self) -> None:
@@ -69,7 +69,7 @@ class Story:
         try:
             self._save(sharded, optimizer)
         except sw.CheckpointError as error:
-            self.said[comm.rank] = str(error)
+            self.errors[comm.rank] = str(error)
         self._alone(comm, lambda: self._look(over))
         steps(model, optimizer, DECODER, comm.rank, range(1, 2))
         sharded.save(self.run / "step-3", optimizer, sw.Training(step=3))
@@ -135,9 +135,9 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
 ) -> None:
     story = Story(disk, way, again, lambda: fill(disk, 102_400))
     story.tell()
-    assert story.said[0] == story.said[1]
-    assert "this checkpoint needs 2" in story.said[0]
-    assert f"{disk} has 96.0 KiB free, so it was not begun" in story.said[0]
+    assert story.errors[0] == story.errors[1]
+    assert "this checkpoint needs 2" in story.errors[0]
+    assert f"{disk} has 96.0 KiB free, so it was not begun" in story.errors[0]
     assert story.meanwhile == ["latest", "step-1"]
     assert names(disk) == ["latest", "step-1", "step-3"]
 
@@ -165,9 +165,9 @@ def test_a_disk_that_fills_up_while_it_is_written(
 
     story = Story(disk, way, again, fault)
     story.tell()
-    assert story.said[0] == story.said[1]
-    assert "No space left on device" in story.said[0]
-    assert "the disk is full: free space there, or choose another place" in story.said[0]
+    assert story.errors[0] == story.errors[1]
+    assert "No space left on device" in story.errors[0]
+    assert "the disk is full: free space there, or choose another place" in story.errors[0]
     assert story.meanwhile == ["latest", "step-1"]
 
 
@@ -182,8 +182,10 @@ def test_a_disk_that_becomes_read_only(way: str, disk: Path) -> None:
 
     story = Story(disk, way, 2, fault)
     story.tell()
-    assert story.said[0] == story.said[1]
-    assert "it is mounted read-only: mount it for writing, or choose another place" in story.said[0]
+    assert story.errors[0] == story.errors[1]
+    assert (
+        "it is mounted read-only: mount it for writing, or choose another place" in story.errors[0]
+    )
     assert story.meanwhile == ["latest", "step-1"]
 
 
@@ -195,13 +197,13 @@ def test_a_folder_that_vanishes_while_it_is_written(
     tmp_path: Path,
     listen: Callable[[Callable[[str, int], None]], None],
 ) -> None:
-    gone = threading.Event()
+    removed = threading.Event()
 
     def remove(at: str, rank: int) -> None:
-        found = list(tmp_path.glob("step-2.partial-*"))
-        if (at, rank) == (point, 0) and found and not gone.is_set():
-            gone.set()
-            shutil.rmtree(found[0].rename(tmp_path / "gone"))  # at once, also while others write
+        partials = list(tmp_path.glob("step-2.partial-*"))
+        if (at, rank) == (point, 0) and partials and not removed.is_set():
+            removed.set()
+            shutil.rmtree(partials[0].rename(tmp_path / "gone"))  # at once, also while others write
 
     def fault() -> Callable[[], None]:
         listen(remove)
@@ -209,12 +211,12 @@ def test_a_folder_that_vanishes_while_it_is_written(
 
     story = Story(tmp_path, way, 2, fault)
     story.tell()
-    assert gone.is_set()
-    assert story.said[0] == story.said[1]
+    assert removed.is_set()
+    assert story.errors[0] == story.errors[1]
     assert (
-        ": there" in story.said[0]
-        or "No such file or directory" in story.said[0]
-        or ("does not show the folder" in story.said[0])
+        ": there" in story.errors[0]
+        or "No such file or directory" in story.errors[0]
+        or ("does not show the folder" in story.errors[0])
     )
     assert story.meanwhile == ["latest", "step-1"]
 
@@ -227,8 +229,8 @@ def test_a_file_in_the_way_stays(way: str, tmp_path: Path) -> None:
 
     story = Story(tmp_path, way, 2, fault)
     story.tell()
-    assert story.said[0] == story.said[1]
-    assert "exists and is no checkpoint of shardwise, so it is left alone" in story.said[0]
+    assert story.errors[0] == story.errors[1]
+    assert "exists and is no checkpoint of shardwise, so it is left alone" in story.errors[0]
     assert (tmp_path / "step-2").read_text() == "mine"
 
 
@@ -261,7 +263,7 @@ class Failing:
 
 def tried(run: Path, way: str, exchanges: bool, failing: Failing) -> list[str]:
     """What each rank heard of a save over ``step-1`` in which a call failed; then all is well."""
-    said = ["", ""]
+    errors = ["", ""]
 
     def rank(comm: Comm, model: nn.Module) -> None:
         failing.ranks[threading.get_ident()] = comm.rank
@@ -277,12 +279,12 @@ def tried(run: Path, way: str, exchanges: bool, failing: Failing) -> list[str]:
                 assert saving is not None
                 saving.wait()
         except sw.CheckpointError as error:
-            said[comm.rank] = str(error)
+            errors[comm.rank] = str(error)
         all_gather_object(comm, "", "after")
         failing.armed = False
         if comm.rank == 0:  # whatever failed
             check_complete(run / "step-1")
-            assert not (said[0] and list(run.glob("*.partial-*/.lock")))
+            assert not (errors[0] and list(run.glob("*.partial-*/.lock")))
         all_gather_object(comm, "", "looked")
         sharded.save(run / "step-3")
 
@@ -290,7 +292,7 @@ def tried(run: Path, way: str, exchanges: bool, failing: Failing) -> list[str]:
         if not exchanges:
             patch.setattr(folder, "_exchange", lambda one, other: False)
         on_ranks(2, lambda: nn.Linear(64, 64), rank)
-    return said
+    return errors
 
 
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one rename", "two renames"])
@@ -302,14 +304,14 @@ def test_any_call_may_fail(who: int, way: str, exchanges: bool, tmp_path: Path) 
     for nth in range(1, 200):
         run = tmp_path / str(nth)
         failing = Failing(nth, who)
-        said = tried(run, way, exchanges, failing)
+        errors = tried(run, way, exchanges, failing)
         if not failing.failed:
             break
-        assert said[0] == said[1], (nth, failing.failed)
-        assert not said[0] or "Input/output error" in said[0], (nth, said[0])
-        kinds[failing.failed] = kinds.get(failing.failed, 0) + bool(said[0])
+        assert errors[0] == errors[1], (nth, failing.failed)
+        assert not errors[0] or "Input/output error" in errors[0], (nth, errors[0])
+        kinds[failing.failed] = kinds.get(failing.failed, 0) + bool(errors[0])
         assert names(run) == ["latest", "step-1", "step-3"], (nth, failing.failed)
-    assert {"open", "pwrite", "fsync"} <= {kind for kind, errors in kinds.items() if errors}
+    assert {"open", "pwrite", "fsync"} <= {kind for kind, count in kinds.items() if count}
     if who == 0:
         assert {"mkdir", "rename", "replace", "symlink", "unlink", "rmdir"} <= set(kinds)
 

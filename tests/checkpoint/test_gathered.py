@@ -121,9 +121,9 @@ def loaded_on(world: int, seen: Path, unseen: Path, strategy: str, kind: Any) ->
         moments = sharded.optimizer_state_dict(optimizer)["state"]
         return {"model": clones(model.state_dict()), "moments": moments}
 
-    found: list[Any] = on_ranks(world, seeded_otherwise, rank)
-    assert all(type(one) is type(found[0]) for one in found)
-    return found[-1]
+    states: list[Any] = on_ranks(world, seeded_otherwise, rank)
+    assert all(type(state) is type(states[0]) for state in states)
+    return states[-1]
 
 
 def seeded_otherwise() -> nn.Module:
@@ -137,10 +137,10 @@ def seeded_otherwise() -> nn.Module:
 @pytest.mark.parametrize(("world", "strategy"), [(3, "full_shard"), (2, "zero1")])
 def test_rank_0_reads_what_it_alone_sees_for_all(world: int, strategy: str, tmp_path: Path) -> None:
     state = saved(DECODER, 3, tmp_path / "step-2", kind="full", max_file_size=30_000)
-    found = loaded_on(world, tmp_path / "step-2", tmp_path / "other" / "step-2", strategy, None)
-    assert same(found["model"], state)
+    loaded = loaded_on(world, tmp_path / "step-2", tmp_path / "other" / "step-2", strategy, None)
+    assert same(loaded["model"], state)
     stored = tensors(tmp_path / "step-2", "optimizer")
-    named = {f"{k}/{n}": v for n, one in found["moments"].items() for k, v in one.items()}
+    named = {f"{k}/{n}": v for n, one in loaded["moments"].items() for k, v in one.items()}
     assert same(named, stored)
 
 

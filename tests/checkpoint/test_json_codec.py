@@ -41,9 +41,9 @@ VALUES = st.recursive(
 @settings(max_examples=20)
 @given(VALUES)
 def test_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
-    found = there_and_back(value)
-    assert found == value
-    assert type(found) is type(value)
+    decoded = there_and_back(value)
+    assert decoded == value
+    assert type(decoded) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
     ],
 )
 def test_what_json_lacks(value: Any) -> None:
-    found = there_and_back(value)
-    assert found == value
-    assert type(found) is type(value)
+    decoded = there_and_back(value)
+    assert decoded == value
+    assert type(decoded) is type(value)
 
 
 def test_dictionaries_of_other_classes_become_plain() -> None:
@@ -79,25 +79,25 @@ def test_not_a_number_stays_one() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
 def test_small_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     value = torch.randn(shape).to(dtype)
-    found = there_and_back({"x": value})["x"]
-    assert found.dtype == dtype
-    assert torch.equal(found, value)
+    decoded = there_and_back({"x": value})["x"]
+    assert decoded.dtype == dtype
+    assert torch.equal(decoded, value)
 
 
 def test_arrays_and_numbers_of_numpy() -> None:
     value = np.arange(6.0).reshape(2, 3)
-    found = there_and_back(value)
-    assert isinstance(found, np.ndarray)
-    assert found.dtype == value.dtype
-    assert np.array_equal(found, value)
+    decoded = there_and_back(value)
+    assert isinstance(decoded, np.ndarray)
+    assert decoded.dtype == value.dtype
+    assert np.array_equal(decoded, value)
     assert there_and_back(np.float64(0.1)) == 0.1
 
 
 @pytest.mark.parametrize("value", [np.array(3.0), np.arange(6).reshape(2, 3).T, np.arange(4)[::-2]])
 def test_arrays_keep_their_shape_however_they_lie(value: np.ndarray[Any, Any]) -> None:
-    found = there_and_back(value)
-    assert found.shape == value.shape
-    assert np.array_equal(found, value)
+    decoded = there_and_back(value)
+    assert decoded.shape == value.shape
+    assert np.array_equal(decoded, value)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_large_tensor_does_not_belong_here() -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "encoded",
     [
         {"$pickle": "x"},
         {"$tensor": {"dtype": "F32", "shape": [3], "data": "AAAA"}},
@@ -166,6 +166,6 @@ def test_a_large_tensor_does_not_belong_here() -> None:
         {"$bytes": "*"},
     ],
 )
-def test_what_nobody_encoded_is_refused(found: Any) -> None:
+def test_what_nobody_encoded_is_refused(encoded: Any) -> None:
     with pytest.raises(CheckpointError):
-        decode(found)
+        decode(encoded)

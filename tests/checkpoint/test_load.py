@@ -408,14 +408,14 @@ def test_a_lenient_load_lists_what_it_left_out(tmp_path: Path) -> None:
         model.extra = nn.Linear(2, 2)
         return model
 
-    report, found = loads(other, tmp_path / "step-2", strict=False)
+    report, loaded = loads(other, tmp_path / "step-2", strict=False)
     assert report.missing == ("extra.weight", "extra.bias")
     assert report.unexpected == ()
     assert report.misshapen == ("embed.weight", "lm_head.weight")
     fits = [name for name in state if name not in report.misshapen]
-    assert same({n: found[n] for n in fits}, {n: state[n] for n in fits})
+    assert same({n: loaded[n] for n in fits}, {n: state[n] for n in fits})
     fresh = seeded(other).state_dict()
-    assert torch.equal(found["extra.weight"], fresh["extra.weight"])
+    assert torch.equal(loaded["extra.weight"], fresh["extra.weight"])
 
 
 def test_dtypes_are_converted_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -425,9 +425,9 @@ def test_dtypes_are_converted_where_that_is_asked_for(tmp_path: Path) -> None:
         return DECODER.build().to(torch.bfloat16)
 
     assert "embed.weight: stored as F32, the model has BF16" in refusal(half, tmp_path / "step-2")
-    report, found = loads(half, tmp_path / "step-2", cast=True)
+    report, loaded = loads(half, tmp_path / "step-2", cast=True)
     assert set(report.cast) == set(state)
-    assert same(found, {name: value.to(torch.bfloat16) for name, value in state.items()})
+    assert same(loaded, {name: value.to(torch.bfloat16) for name, value in state.items()})
 
 
 # --- folders of others -----------------------------------------------------------------------
@@ -440,8 +440,8 @@ def test_a_folder_without_a_manifest_loads_and_says_so(
     save_file(plain, tmp_path / "model.safetensors", {"format": "pt"})
     for path in (tmp_path, tmp_path / "model.safetensors"):
         caplog.clear()
-        report, found = loads(DECODER.build, path, world=3)
-        assert same(found, plain)
+        report, loaded = loads(DECODER.build, path, world=3)
+        assert same(loaded, plain)
         assert not report.checked
         assert "has no manifest, so its bytes could not be checked" in caplog.text
 
@@ -467,8 +467,8 @@ def test_a_file_with_an_odd_offset_loads(tmp_path: Path) -> None:
     def half() -> nn.Module:
         return DECODER.build().to(torch.bfloat16)
 
-    found = loads(half, tmp_path / "odd.safetensors", cast=True)[1]
-    assert same(found, {name: value.to(torch.bfloat16) for name, value in plain.items()})
+    loaded = loads(half, tmp_path / "odd.safetensors", cast=True)[1]
+    assert same(loaded, {name: value.to(torch.bfloat16) for name, value in plain.items()})
 
 
 def test_a_folder_of_pickles_is_not_read(tmp_path: Path) -> None:
@@ -650,10 +650,10 @@ def test_transformers_loads_the_folder_as_it_is(kind: str, tmp_path: Path) -> No
 
     state = on_ranks(3, build, rank)[0]
     auto: Any = hf.AutoModelForCausalLM
-    found, report = auto.from_pretrained(tmp_path / "latest", output_loading_info=True)
+    loaded, report = auto.from_pretrained(tmp_path / "latest", output_loading_info=True)
     assert not any(report.values())
-    assert type(found) is type(seeded(build))
-    assert same(found.state_dict(), state)
+    assert type(loaded) is type(seeded(build))
+    assert same(loaded.state_dict(), state)
 
 
 def test_a_folder_that_transformers_saved_loads(tmp_path: Path) -> None:
@@ -662,8 +662,8 @@ def test_a_folder_that_transformers_saved_loads(tmp_path: Path) -> None:
     for build in (models.gpt2, models.llama):
         plain: Any = seeded(build, seed=3)
         plain.save_pretrained(tmp_path / build.__name__)
-        report, found = loads(build, tmp_path / build.__name__, world=3)
-        assert same(found, plain.state_dict())
+        report, loaded = loads(build, tmp_path / build.__name__, world=3)
+        assert same(loaded, plain.state_dict())
         assert not report.checked
 
 

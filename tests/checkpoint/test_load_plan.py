@@ -17,9 +17,9 @@ def wanted(*names: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> 
 
 
 def test_what_fits_has_no_problems() -> None:
-    found = match([wanted("a"), wanted("b")], {"b": stored(), "a": stored()}, {})
-    assert found.pairs == {"a": "a", "b": "b"}
-    assert found.problems(cast=False) == []
+    plan = match([wanted("a"), wanted("b")], {"b": stored(), "a": stored()}, {})
+    assert plan.pairs == {"a": "a", "b": "b"}
+    assert plan.problems(cast=False) == []
 
 
 def test_everything_that_does_not_fit_is_named_at_once() -> None:
@@ -29,23 +29,23 @@ def test_everything_that_does_not_fit_is_named_at_once() -> None:
         wanted("ids", dtype="I64"),
         wanted("half", dtype="BF16"),
     ]
-    there = {
+    in_files = {
         "layers.0.fc.weight": stored(),
         "wide": stored(),
         "ids": stored(),
         "half": stored(),
     }
-    found = match(model, there, {})
-    assert found.pairs == {"half": "half"}
-    assert found.problems(cast=False) == [
+    plan = match(model, in_files, {})
+    assert plan.pairs == {"half": "half"}
+    assert plan.problems(cast=False) == [
         "blocks.0.fc.weight: not stored; nearest stored is layers.0.fc.weight",
         "layers.0.fc.weight: stored, and the model has no such name",
         "wide: stored as (2, 3), the model has (4, 4)",
         "ids: stored as F32, the model has I64",
         "half: stored as F32, the model has BF16",
     ]
-    assert len(found.problems(cast=True)) == 4
-    assert {kind: list(names) for kind, names in found.misfits.items()} == {
+    assert len(plan.problems(cast=True)) == 4
+    assert {kind: list(names) for kind, names in plan.misfits.items()} == {
         "missing": ["blocks.0.fc.weight"],
         "unexpected": ["layers.0.fc.weight"],
         "misshapen": ["wide"],
@@ -62,20 +62,20 @@ def test_a_tied_weight_may_be_stored_by_any_of_its_names() -> None:
 
 def test_a_tied_weight_that_is_stored_twice_is_no_surprise() -> None:
     tied = wanted("embed.weight", "lm_head.weight")
-    found = match([tied], {"lm_head.weight": stored(), "embed.weight": stored()}, {})
-    assert found.pairs == {"embed.weight": "embed.weight"}
-    assert found.problems(cast=False) == []
+    plan = match([tied], {"lm_head.weight": stored(), "embed.weight": stored()}, {})
+    assert plan.pairs == {"embed.weight": "embed.weight"}
+    assert plan.problems(cast=False) == []
 
 
 def test_weights_that_were_tied_when_saved_load_where_they_are_not() -> None:
     model = [wanted("embed.weight"), wanted("lm_head.weight")]
-    found = match(model, {"embed.weight": stored()}, {"lm_head.weight": "embed.weight"})
-    assert found.pairs == {"embed.weight": "embed.weight", "lm_head.weight": "embed.weight"}
-    assert found.problems(cast=False) == []
+    plan = match(model, {"embed.weight": stored()}, {"lm_head.weight": "embed.weight"})
+    assert plan.pairs == {"embed.weight": "embed.weight", "lm_head.weight": "embed.weight"}
+    assert plan.problems(cast=False) == []
 
 
 @pytest.mark.prove
 def test_thousands_of_missing_names_take_little_time() -> None:
     model = [wanted(f"model.layers.{k}.weight") for k in range(5000)]
-    there = {f"layers.{k}.weight": stored() for k in range(5000)}
-    assert len(match(model, there, {}).problems(cast=False)) == 10_000
+    in_files = {f"layers.{k}.weight": stored() for k in range(5000)}
+    assert len(match(model, in_files, {}).problems(cast=False)) == 10_000

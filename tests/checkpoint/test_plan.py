@@ -173,7 +173,7 @@ def check(files: tuple[FilePlan, ...], entries: list[Entry]) -> None:
                 assert writers[byte] == -1  # once
                 writers[byte] = rank
         assert -1 not in writers  # and none is forgotten
-        arrives = [{rank} & there for rank, there in zip(writers, held, strict=True)]
+        arrives = [{rank} & ranks for rank, ranks in zip(writers, held, strict=True)]
         for start, stop, source, writer in file.moves:
             for byte in range(start - base, stop - base):
                 assert writers[byte] == writer

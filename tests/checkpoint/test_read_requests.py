@@ -112,10 +112,10 @@ def test_threads_read_windows_of_files_and_ranks_begin_in_different_ones(
                 real(mine, run)
 
             monkeypatch.setattr(read_requests, "_read", read)
-            found = {name: torch.zeros_like(value) for name, value in values.items()}
-            wants = [request_for(places[name], 0, found[name]) for name in values]
+            filled = {name: torch.zeros_like(value) for name, value in values.items()}
+            wants = [request_for(places[name], 0, filled[name]) for name in values]
             read_into(source, wants, rank, 2)
-            assert all(torch.equal(found[name], values[name]) for name in values)
+            assert all(torch.equal(filled[name], values[name]) for name in values)
             assert began[0] == f"t{2 * rank}.safetensors"
 
 

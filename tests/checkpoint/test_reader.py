@@ -45,15 +45,15 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Each read: its place, and its bytes."""
-    found: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     real = os.preadv
 
     def preadv(file: int, views: list[memoryview], at: int) -> int:
-        found.append((at, len(views[0])))
+        calls.append((at, len(views[0])))
         return real(file, views, at)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    return found
+    return calls
 
 
 def test_small_files_are_read_whole(folder: Path) -> None:

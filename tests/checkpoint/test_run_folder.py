@@ -49,16 +49,16 @@ def test_the_newest_is_the_one_that_was_saved_last(damaged_run: Path) -> None:
     assert saved_in(damaged_run).complete[0].path == damaged_run / "step-10"
     assert saved_in(damaged_run).skipped == ()
     sw.shard(nn.Linear(3, 3)).save(damaged_run / "step-5")  # by a run that went back
-    found = [(path.name, made.metric) for path, made in saved_in(damaged_run).complete]
-    assert found == [("step-5", None), ("step-10", 0.25), ("step-2", None), ("step-1", 0.5)]
+    metrics = [(path.name, made.metric) for path, made in saved_in(damaged_run).complete]
+    assert metrics == [("step-5", None), ("step-10", 0.25), ("step-2", None), ("step-1", 0.5)]
 
 
 def test_broken_ones_are_passed_over_with_the_reason(damaged_run: Path) -> None:
     (damaged_run / "step-10" / "model.safetensors").write_bytes(b"short")
     (damaged_run / "step-2" / "manifest.json").unlink()
-    found = saved_in(damaged_run)
-    assert [path.name for path, _ in found.complete] == ["step-1"]
-    reasons = {path.name: reason for path, reason in found.skipped}
+    listing = saved_in(damaged_run)
+    assert [path.name for path, _ in listing.complete] == ["step-1"]
+    reasons = {path.name: reason for path, reason in listing.skipped}
     assert "model.safetensors has 5 of 4,144 bytes" in reasons["step-10"]
     assert "step-2 has no manifest.json" in reasons["step-2"]
 
@@ -111,7 +111,7 @@ def complete(metrics: list[float | None]) -> list[Checkpoint]:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "limit", "best", "gone"),
+    ("metrics", "limit", "best", "removed"),
     [
         ([None, None, None], 2, None, [2]),
         ([None, None, None], 1, None, [1, 2]),
@@ -126,14 +126,16 @@ def complete(metrics: list[float | None]) -> list[Checkpoint]:
     ],
 )
 def test_the_newest_stay_and_the_best(
-    metrics: list[float | None], limit: int, best: str | None, gone: list[int]
+    metrics: list[float | None], limit: int, best: str | None, removed: list[int]
 ) -> None:
-    there = complete(metrics)
-    assert expired(there, Retention(limit, best, [NEW])) == [there[k].path for k in gone]
+    checkpoints = complete(metrics)
+    assert expired(checkpoints, Retention(limit, best, [NEW])) == [
+        checkpoints[k].path for k in removed
+    ]
 
 
 @pytest.mark.parametrize(
-    ("metrics", "limit", "best", "gone"),
+    ("metrics", "limit", "best", "removed"),
     [
         ([None, None, None, None], 1, None, [1, 2]),
         ([None, None, None, None], 2, None, [1, 2]),
@@ -142,10 +144,12 @@ def test_the_newest_stay_and_the_best(
     ],
 )
 def test_what_was_resumed_from_stays_and_counts(
-    metrics: list[float | None], limit: int, best: str | None, gone: list[int]
+    metrics: list[float | None], limit: int, best: str | None, removed: list[int]
 ) -> None:
-    there = complete(metrics)
-    assert expired(there, Retention(limit, best, [NEW, FROM])) == [there[k].path for k in gone]
+    checkpoints = complete(metrics)
+    assert expired(checkpoints, Retention(limit, best, [NEW, FROM])) == [
+        checkpoints[k].path for k in removed
+    ]
 
 
 # --- runs ------------------------------------------------------------------------------------
@@ -302,9 +306,9 @@ def test_resume_says_why_it_takes_none_of_the_weights_that_are_there(
         (tmp_path / "step-1" / "model.safetensors").rename(place / "model.safetensors")
     caplog.clear()
     assert sharded.resume(run) is None
-    (said,) = [text for text in caplog.messages if "nothing was resumed" in text]
-    assert ("resume that folder" in said) == (where == "inner")
-    assert {"export": "weights", "inner": CHECKPOINTS, "itself": "run"}.get(where, where) in said
+    (warning,) = [text for text in caplog.messages if "nothing was resumed" in text]
+    assert ("resume that folder" in warning) == (where == "inner")
+    assert {"export": "weights", "inner": CHECKPOINTS, "itself": "run"}.get(where, where) in warning
 
 
 def test_a_run_that_is_new_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,25 +363,25 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_checkpoints_are_listed_newest_first_with_who_wrote_them(run: Path) -> None:
-    found = survey(run)
-    assert [listed.path.name for listed in found.checkpoints] == ["step-11", "step-10", "step-2"]
-    broken, ten, two = found.checkpoints
+    listing = survey(run)
+    assert [listed.path.name for listed in listing.checkpoints] == ["step-11", "step-10", "step-2"]
+    broken, ten, two = listing.checkpoints
     assert (broken.step, broken.manifest) == (11, None)
     assert "step-11 has no manifest.json" in broken.problem
     assert ten.manifest is not None
     assert (ten.manifest.world, ten.manifest.strategy, ten.problem) == (1, "no_shard", "")
     files = (file for file in (run / "step-2").rglob("*") if file.is_file())
     assert two.nbytes == sum(file.stat().st_size for file in files)
-    assert (found.latest, found.leftovers) == ("step-11", ())
+    assert (listing.latest, listing.leftovers) == ("step-11", ())
 
 
-@pytest.mark.parametrize("said", ["../elsewhere", "", "x" * 10_000, "\udcff"])
-def test_whatever_latest_says_the_run_is_listed(run: Path, said: str) -> None:
+@pytest.mark.parametrize("link", ["../elsewhere", "", "x" * 10_000, "\udcff"])
+def test_whatever_latest_says_the_run_is_listed(run: Path, link: str) -> None:
     (run / "latest").unlink()
-    (run / "latest").write_bytes(said.encode(errors="surrogateescape"))
-    found = survey(run)
-    assert len(found.checkpoints) == 3
-    assert found.latest == said[:4096].replace("\udcff", "\ufffd")
+    (run / "latest").write_bytes(link.encode(errors="surrogateescape"))
+    listing = survey(run)
+    assert len(listing.checkpoints) == 3
+    assert listing.latest == link[:4096].replace("\udcff", "\ufffd")
     with pytest.raises(sw.CheckpointError, match="latest"):
         resolve(run / "latest")
 
@@ -392,9 +396,9 @@ def test_what_is_being_written_is_told_from_what_a_crash_left(run: Path) -> None
     written = Partial.make(run / "step-20", TOKEN)
     Partial.make(run / "step-21", TOKEN).lock.close()  # as a process does that dies
     (run / f"step-1.removing-{TOKEN}").mkdir()
-    found = survey(run).leftovers
+    leftovers = survey(run).leftovers
     written.lock.close()
-    assert [(one.kind, one.name, now) for one, now in found] == [
+    assert [(one.kind, one.name, now) for one, now in leftovers] == [
         ("removing", "step-1", False),
         ("partial", "step-20", True),
         ("partial", "step-21", False),

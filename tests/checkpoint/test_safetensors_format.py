@@ -49,10 +49,10 @@ def test_safetensors_reads_what_is_encoded(tmp_path: Path) -> None:
     assert len(header) % PAGE == 0
     data = bytes(range(24)) + bytes(10) + b"\7"
     (tmp_path / "x.safetensors").write_bytes(header + data)
-    found = load_file(tmp_path / "x.safetensors")
-    assert found["a"].view(torch.uint8).flatten().tolist() == list(range(24))
-    assert found["none"].shape == (0, 4)
-    assert found["s"].item() == 7
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert tensors["a"].view(torch.uint8).flatten().tolist() == list(range(24))
+    assert tensors["none"].shape == (0, 4)
+    assert tensors["s"].item() == 7
     with safe_open(tmp_path / "x.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert read(header + data)["b.weight"] == Stored("BF16", (5,), PAGE + 24, PAGE + 34)
@@ -61,11 +61,11 @@ def test_safetensors_reads_what_is_encoded(tmp_path: Path) -> None:
 def test_what_safetensors_writes_is_decoded() -> None:
     tensors = {"x": torch.ones(3, 2), "y": torch.zeros(0), "z": torch.ones((), dtype=torch.int64)}
     data = save(tensors, {"format": "pt"})
-    found = read(data)
-    assert {name: stored.shape for name, stored in found.items()} == {
+    places = read(data)
+    assert {name: stored.shape for name, stored in places.items()} == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
     }
-    ones = data[found["x"].start : found["x"].stop]
+    ones = data[places["x"].start : places["x"].stop]
     assert torch.frombuffer(bytearray(ones), dtype=torch.float32).tolist() == [1.0] * 6
 
 

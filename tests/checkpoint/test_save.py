@@ -373,8 +373,8 @@ def test_the_number_of_steps_is_what_was_said_or_what_the_name_says(tmp_path: Pa
     sharded.save(tmp_path / "step-30", optimizer)
     sharded.save(tmp_path / "step-40", optimizer, sw.Training(step=41))
     sharded.save(tmp_path / "last", optimizer)
-    found = [check_complete(tmp_path / name).step for name in ("step-30", "step-40", "last")]
-    assert found == [30, 41, None]
+    steps = [check_complete(tmp_path / name).step for name in ("step-30", "step-40", "last")]
+    assert steps == [30, 41, None]
     assert [sharded.load(tmp_path / name).step for name in ("step-30", "last")] == [30, None]
 
 
@@ -482,8 +482,8 @@ def test_where_space_cannot_be_reserved_files_only_get_their_length(
     monkeypatch.setattr(os, "posix_fallocate", None)
     plan = FilePlan("x", b"", {"x": Stored("U8", (1 << 20,), 0, 1 << 20)}, (), ())
     writer.allocate(tmp_path, [plan], 0)
-    found = (tmp_path / "x").stat()
-    assert (found.st_size, found.st_blocks) == (1 << 20, 0)
+    status = (tmp_path / "x").stat()
+    assert (status.st_size, status.st_blocks) == (1 << 20, 0)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory")
@@ -491,8 +491,8 @@ def test_a_file_in_memory_only_gets_its_length() -> None:
     plan = FilePlan("x", b"", {"x": Stored("U8", (1 << 20,), 0, 1 << 20)}, (), ())
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         writer.allocate(Path(folder), [plan], 0)
-        found = (Path(folder) / "x").stat()
-    assert (found.st_size, found.st_blocks) == (1 << 20, 0)
+        status = (Path(folder) / "x").stat()
+    assert (status.st_size, status.st_blocks) == (1 << 20, 0)
 
 
 @pytest.mark.parametrize("block", [LEAST, 1 << 20, BLOCK])

@@ -52,27 +52,27 @@ def test_after_the_exchange_every_rank_has_what_it_writes(world: int) -> None:
     def rank(comm: Comm) -> int:
         segments = here(plan, comm.rank, world)
         exchange_edges(comm, [segments])
-        seen = 0
+        nbytes = 0
         for start, stop in plan.chunks(comm.rank):
-            found = torch.cat(list(segments.between(start, stop)))
-            assert torch.equal(found, truth[start - len(plan.header) : stop - len(plan.header)])
-            seen += len(found)
-        return seen
+            chunk = torch.cat(list(segments.between(start, stop)))
+            assert torch.equal(chunk, truth[start - len(plan.header) : stop - len(plan.header)])
+            nbytes += len(chunk)
+        return nbytes
 
     assert sum(run_threads(world, rank)) == len(truth)
 
 
 MOVES = st.lists(st.tuples(st.integers(1, PAGE), st.integers(0, 3)), max_size=40).map(
-    lambda found: [Move(0, length, source, 0) for length, source in found]
+    lambda drawn: [Move(0, length, source, 0) for length, source in drawn]
 )
 
 
 @given(MOVES, st.integers(PAGE * 4, PAGE * 40))
 def test_rounds_are_bounded_and_leave_nothing_out(moves: list[Move], most: int) -> None:
-    found = list(rounds(moves, 4, most))
-    assert [k for some in found for k in some] == list(range(len(moves)))
-    for some in found:
+    in_rounds = list(rounds(moves, 4, most))
+    assert [k for one_round in in_rounds for k in one_round] == list(range(len(moves)))
+    for one_round in in_rounds:
         totals = [0] * 4
-        for k in some:
+        for k in one_round:
             totals[moves[k].source] += moves[k].stop
         assert 4 * max(totals) <= most

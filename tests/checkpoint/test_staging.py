@@ -185,14 +185,14 @@ def test_forward_and_backward_passes_change_nothing_that_is_watched() -> None:
         steps(model, optimizer, DECODER, comm.rank, range(1))
         watched = Watched(sharded, [optimizer])
         train(model, DECODER.batch(comm.rank, 2))
-        found = [watched.changed()]
+        changes = [watched.changed()]
         optimizer.zero_grad()
         model.eval()
         model(*DECODER.batch(comm.rank, 2)[:-1])
-        found.append(watched.changed())
+        changes.append(watched.changed())
         train(model, DECODER.batch(comm.rank, 2))
         optimizer.step()
-        return [*found, watched.changed()]
+        return [*changes, watched.changed()]
 
     for before, still, after in on_ranks(2, DECODER.build, rank):
         assert (before, still) == ("", "")

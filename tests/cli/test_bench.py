@@ -40,7 +40,7 @@ def test_an_engine_is_measured_and_planned(nproc: int, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     picture, here = tmp_path / "bench.png", tmp_path / "here.toml"
     here.write_text(HERE)
-    asked = [
+    options = [
         f"--machines={here}",
         f"--nproc={nproc}",
         "--engine",
@@ -51,7 +51,14 @@ def test_an_engine_is_measured_and_planned(nproc: int, tmp_path: Path) -> None:
         "--plot",
         str(picture),
     ]
-    command = [sys.executable, "-m", "shardwise.cli", "bench", f"{tmp_path}/model.py:build", *asked]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise.cli",
+        "bench",
+        f"{tmp_path}/model.py:build",
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)

@@ -41,7 +41,7 @@ def test_a_package_that_is_too_old_fails(
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "text"),
     [
         ("RANK=1", "has RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: a launcher sets all"),
         ("RANK=1", "If it is the number of this machine, name it NODE_RANK"),
@@ -51,14 +51,14 @@ def test_a_package_that_is_too_old_fails(
 )
 def test_the_variables_of_a_launcher_are_read_as_a_run_reads_them(
     variables: str,
-    said: str,
+    text: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in (variable.split("=") for variable in variables.split()):
         monkeypatch.setenv(name, value)
-    assert run() == ("not" in said or "If" in said)
-    assert said in "".join(capsys.readouterr())
+    assert run() == ("not" in text or "If" in text)
+    assert text in "".join(capsys.readouterr())
 
 
 def test_a_node_rank_beyond_the_nodes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,8 +81,8 @@ def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
     assert (written["passed"], written["device"], written["ranks"]) == (True, "cpu", ["cpu"])
     assert [check["name"] for check in written["checks"]] == list(CHECKS)
     assert [cost["strategy"] for cost in written["steps"]] == list(STRATEGIES)
-    told = [line for line in lines if line[:4] in ("pass", "step")]
-    assert all("expected " in line and "; found " in line for line in told)
+    results = [line for line in lines if line[:4] in ("pass", "step")]
+    assert all("expected " in line and "; found " in line for line in results)
     assert (tmp_path / "r.txt").read_text("utf-8").splitlines() == lines
 
 

@@ -49,8 +49,8 @@ def test_cast_and_split(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     options = ("--dtype", "bfloat16", "--max-file-size", "4KiB", "--with-optimizer")
     assert export(run / "step-2", tmp_path / "out", *options) == 0
     assert "cast     42 tensors" in capsys.readouterr().out
-    found = tensors(tmp_path / "out", "model")
-    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    exported = tensors(tmp_path / "out", "model")
+    assert {value.dtype for value in exported.values()} == {torch.bfloat16}
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     assert (tmp_path / "out" / "training.json").exists()
 
@@ -63,10 +63,10 @@ def test_one_file_of_torch(run: Path, tmp_path: Path) -> None:
 def test_a_file_of_torch_becomes_a_folder(tmp_path: Path) -> None:
     torch.save(TIED.build().state_dict(), tmp_path / "plain.pt")
     assert export(tmp_path / "plain.pt", tmp_path / "out", "--dtype", "bfloat16") == 0
-    found = tensors(tmp_path / "out", "model")
+    exported = tensors(tmp_path / "out", "model")
     states = TIED.build().state_dict()
-    assert found.keys() <= states.keys()
-    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    assert exported.keys() <= states.keys()
+    assert {value.dtype for value in exported.values()} == {torch.bfloat16}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain.pt"]
 
 
@@ -75,8 +75,8 @@ def test_dcp_there_and_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert f"wrote    {tmp_path / 'dcp'}" in capsys.readouterr().out
     assert export(tmp_path / "dcp", tmp_path / "out", "--with-optimizer") == 0
     whole = tensors(run / "step-2", "model")
-    found = tensors(tmp_path / "out", "model")  # with tied weights under each of their names
-    assert same({name: found[name] for name in whole}, whole)
+    exported = tensors(tmp_path / "out", "model")  # with tied weights under each of their names
+    assert same({name: exported[name] for name in whole}, whole)
     assert same(tensors(tmp_path / "out", "optimizer"), tensors(run / "step-2", "optimizer"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "out"]
 
@@ -137,12 +137,12 @@ def test_where_it_came_from_is_said_by_the_name_that_was_given(
     torch.save({"x": torch.ones(3)}, tmp_path / "plain.pt")
     assert export(tmp_path / "plain.pt", tmp_path / "out") == 0
     source = tmp_path / "plain.pt"
-    said = f"from     {source}, a PyTorch source without checksums: nothing was verified"
-    assert said in capsys.readouterr().out.splitlines()
+    line = f"from     {source}, a PyTorch source without checksums: nothing was verified"
+    assert line in capsys.readouterr().out.splitlines()
     one = tmp_path / "out" / "model.safetensors"
     assert export(one, tmp_path / "again") == 0
-    said = f"from     {one}, which has no manifest, so nothing was verified"
-    assert said in capsys.readouterr().out.splitlines()
+    line = f"from     {one}, which has no manifest, so nothing was verified"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_that_tied_weights_have_one_name_is_said(

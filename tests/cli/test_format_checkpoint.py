@@ -31,13 +31,13 @@ def llama(layers: int) -> dict[str, torch.Tensor]:
         f"mlp.{x}_proj" for x in ("gate", "up", "down")
     ]
     shapes = {part: (2,) if part.endswith("norm") else (2, 2) for part in parts}
-    found = {
+    tensors = {
         f"model.layers.{n}.{part}.weight": torch.zeros(shape, dtype=torch.bfloat16)
         for n in range(layers)
         for part, shape in shapes.items()
     }
     ends = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    return found | {name: torch.zeros(2) for name in ends}
+    return tensors | {name: torch.zeros(2) for name in ends}
 
 
 def test_a_model_of_300_tensors_is_a_dozen_lines(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_parameters_with_unlike_state_are_told_apart(tmp_path: Path) -> None:
 
 def test_what_a_crash_left_is_explained(tmp_path: Path) -> None:
     saved(NETS[1], 1, tmp_path / "step-1")
-    found = survey(tmp_path)
+    listing = survey(tmp_path)
     left = (
         (Leftover(tmp_path / f"step-2.partial-{TOKEN}", "partial", "step-2"), True),
         (Leftover(tmp_path / f"step-3.partial-{TOKEN}", "partial", "step-3"), False),
         (Leftover(tmp_path / f"step-1.replaced-{TOKEN}", "replaced", "step-1"), False),
         (Leftover(tmp_path / f"step-0.replaced-{TOKEN}", "replaced", "step-0"), False),
     )
-    run = Run(found.folder, found.checkpoints, "step-9", left)
+    run = Run(listing.folder, listing.checkpoints, "step-9", left)
     text = [line.split(": ")[1] for line in format_run(run)[-4:]]
     assert text == [
         "is being written",
@@ -107,8 +107,8 @@ def test_dtypes_have_torch_s_names(code: str, name: str) -> None:
 
 
 def test_what_could_not_be_read_is_not_called_damaged() -> None:
-    found = Damage("m.safetensors", ("a",), unreadable="the disk fails.")
-    (first, second) = format_damage([found])
+    damage = Damage("m.safetensors", ("a",), unreadable="the disk fails.")
+    (first, second) = format_damage([damage])
     assert first.startswith("NOT READ m.safetensors: bytes could not be read")
     assert "the disk fails. They are of" in first
     assert second == "    a"

@@ -66,9 +66,9 @@ def test_an_input_that_ends_too_early_is_said(
 def test_what_accelerate_config_wrote_is_taken_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs, file = tmp_path / "default_config.yaml", tmp_path / "my.yaml"
-    theirs.write_text(ASKED_V1, "utf-8")
-    arguments = ["init", str(file), "--accelerate", str(theirs), "--yes"]
+    accelerates, file = tmp_path / "default_config.yaml", tmp_path / "my.yaml"
+    accelerates.write_text(ASKED_V1, "utf-8")
+    arguments = ["init", str(file), "--accelerate", str(accelerates), "--yes"]
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 0

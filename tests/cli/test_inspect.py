@@ -72,8 +72,8 @@ def test_a_folder_of_runs_says_which_there_are(
         (tmp_path / name).mkdir()
         (tmp_path / name / "checkpoints").symlink_to(made)
         assert inspect(tmp_path) == 2
-        said = capsys.readouterr().err
-        assert said == (
+        text = capsys.readouterr().err
+        assert text == (
             f"error: {tmp_path} is a folder of {runs}. Name one of them, such as "
             f"{tmp_path / 'a'}.\n"
         )
@@ -105,11 +105,11 @@ def test_a_broken_checkpoint_of_a_run_is_explained(
     (run / "step-2" / "training/optimizer.safetensors").unlink()
     (run / "step-3.partial-0123456789abcdef").mkdir()
     assert inspect(run) == 1
-    said = capsys.readouterr().out
-    assert "NOT COMPLETE" in said
-    assert "step-2: " in said
-    assert "training/optimizer.safetensors is missing" in said
-    assert "step-3.partial-0123456789abcdef: left by an interrupted save" in said
+    text = capsys.readouterr().out
+    assert "NOT COMPLETE" in text
+    assert "step-2: " in text
+    assert "training/optimizer.safetensors is missing" in text
+    assert "step-3.partial-0123456789abcdef: left by an interrupted save" in text
 
 
 def test_a_run_can_be_verified(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,22 +117,22 @@ def test_a_run_can_be_verified(run: Path, capsys: pytest.CaptureFixture[str]) ->
     damage(run / "step-4" / "model.safetensors", 5000)
     capsys.readouterr()
     assert inspect(run, "--verify") == 1
-    said = capsys.readouterr().out
-    assert "bytes of step-2: all present ones match their checksums" in said
-    assert "bytes of step-4: 1 file is damaged" in said
-    assert "DAMAGED model.safetensors: bytes do not match" in said
+    text = capsys.readouterr().out
+    assert "bytes of step-2: all present ones match their checksums" in text
+    assert "bytes of step-4: 1 file is damaged" in text
+    assert "DAMAGED model.safetensors: bytes do not match" in text
 
 
 def test_a_run_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(run / "step-4" / "model.safetensors", 10)
     assert inspect(run, "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["latest"] == "step-4"
-    assert [(c["name"], c["step"], c["complete"]) for c in found["checkpoints"]] == [
+    report = json.loads(capsys.readouterr().out)
+    assert report["latest"] == "step-4"
+    assert [(c["name"], c["step"], c["complete"]) for c in report["checkpoints"]] == [
         ("step-4", 2, False),
         ("step-2", 2, True),
     ]
-    assert found["checkpoints"][1]["written"]["world"] == 2
+    assert report["checkpoints"][1]["written"]["world"] == 2
 
 
 # --- a checkpoint ----------------------------------------------------------------------------
@@ -142,20 +142,20 @@ def test_a_checkpoint_shows_files_tensors_and_training(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert inspect(made / "step-2") == 0
-    said = capsys.readouterr().out
-    lines = said.splitlines()
+    text = capsys.readouterr().out
+    lines = text.splitlines()
     assert lines[0] == f"{made / 'step-2'}  complete"
-    assert "by 2 ranks, full_shard" in said
-    assert "kind        sharded safetensors, written by 2 ranks" in said
-    assert "sharded over 2 ranks" in said
-    assert "weights: 43 tensors" in said
+    assert "by 2 ranks, full_shard" in text
+    assert "kind        sharded safetensors, written by 2 ranks" in text
+    assert "sharded over 2 ranks" in text
+    assert "weights: 43 tensors" in text
     (row,) = [line for line in lines if "mlp.up.weight" in line]
     assert row.split() == ["blocks.{0…2}.mlp.up.weight", "3", "×", "[35,", "16]", "float32"]
-    assert "for each of 43 parameters:" in said
-    assert "exp_avg, exp_avg_sq: in its shape, float32" in said
-    assert "step: one number, float32, 2\n" in said
-    assert "rng/torch" in said
-    assert "group 0: 43 parameters, lr 0.01, betas (0.9, 0.999)" in said
+    assert "for each of 43 parameters:" in text
+    assert "exp_avg, exp_avg_sq: in its shape, float32" in text
+    assert "step: one number, float32, 2\n" in text
+    assert "rng/torch" in text
+    assert "group 0: 43 parameters, lr 0.01, betas (0.9, 0.999)" in text
     assert "--verify compares all of them" in lines[-1]
     assert max(map(len, lines[1:])) <= 100
 
@@ -164,16 +164,16 @@ def test_latest_is_a_checkpoint_and_ties_are_named(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert inspect(made / "latest") == 0
-    said = capsys.readouterr().out
-    assert "step 2, " in said
-    assert "tied: stored once, under the second name" in said
-    assert "lm_head.weight is " in said
+    text = capsys.readouterr().out
+    assert "step 2, " in text
+    assert "tied: stored once, under the second name" in text
+    assert "lm_head.weight is " in text
 
 
 def test_every_tensor_has_its_place(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect(made / "step-2", "--all") == 0
-    said = capsys.readouterr().out.splitlines()
-    (line,) = [x for x in said if x.startswith("  embed.weight")]
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [x for x in lines if x.startswith("  embed.weight")]
     assert line == "  embed.weight  [37, 16] float32  model.safetensors 4,096–6,464"
 
 
@@ -190,30 +190,30 @@ def test_the_whole_state_of_training_is_shown(
     )
     sharded.save(tmp_path / "step-7", optimizer, training)
     assert inspect(tmp_path / "step-7") == 0
-    said = capsys.readouterr().out
-    assert "metric      2.5" in said
-    assert "position    ('row', 3)" in said
-    assert "scheduler   {'step_size': 5" in said
-    assert "config      {'lr': 1}" in said
+    text = capsys.readouterr().out
+    assert "metric      2.5" in text
+    assert "position    ('row', 3)" in text
+    assert "scheduler   {'step_size': 5" in text
+    assert "config      {'lr': 1}" in text
 
 
 def test_a_folder_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": torch.zeros(3), "n": torch.arange(2)}, tmp_path / "model.safetensors")
     for path in (tmp_path, tmp_path / "model.safetensors"):
         assert inspect(path) == 0
-        said = capsys.readouterr().out
-        assert "has no manifest, so bytes cannot be checked" in said
-        assert "weights: 2 tensors, 28 B (1 int64 16 B, 1 float32 12 B)" in said
+        text = capsys.readouterr().out
+        assert "has no manifest, so bytes cannot be checked" in text
+        assert "weights: 2 tensors, 28 B (1 int64 16 B, 1 float32 12 B)" in text
 
 
 def test_damage_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run / "step-2" / "training.json", 100)
     assert inspect(run / "step-2", "--verify", "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["complete"], found["training"]) == (False, None)
-    (one,) = found["damage"]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["complete"], report["training"]) == (False, None)
+    (one,) = report["damage"]
     assert (one["file"], one["tensors"]) == ("training.json", [])
-    assert found["tensors"]["model"]["embed.weight"]["shape"] == [37, 16]
+    assert report["tensors"]["model"]["embed.weight"]["shape"] == [37, 16]
 
 
 def test_what_is_not_complete_is_shown_and_the_status(
@@ -221,10 +221,10 @@ def test_what_is_not_complete_is_shown_and_the_status(
 ) -> None:
     os.truncate(run / "step-2" / "training/optimizer.safetensors", 100)
     assert inspect(run / "step-2") == 1
-    said = capsys.readouterr().out
-    assert said.splitlines()[0].endswith("NOT COMPLETE")
-    assert "CUT, has 100" in said
-    assert "weights: 43 tensors" in said
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].endswith("NOT COMPLETE")
+    assert "CUT, has 100" in text
+    assert "weights: 43 tensors" in text
 
 
 def test_nothing_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,8 +306,8 @@ def test_options_that_mean_nothing_are_refused(
 def test_json_has_no_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"x": torch.tensor(torch.inf)}, tmp_path / "a.safetensors")
     assert inspect(tmp_path / "a.safetensors", "--json") == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert "inf" in str(found["scalars"])
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert "inf" in str(report["scalars"])
 
 
 def test_a_run_with_nothing_whole_is_not_well(
@@ -316,9 +316,9 @@ def test_a_run_with_nothing_whole_is_not_well(
     shutil.rmtree(run / "step-2")
     (run / "step-4").rename(run / "step-4.replaced-0123456789abcdef")
     assert inspect(run, "--verify") == 0
-    said = capsys.readouterr().out
-    assert "1 checkpoint, 1 complete" in said
-    assert "bytes of step-4: all present ones match their checksums" in said
+    text = capsys.readouterr().out
+    assert "1 checkpoint, 1 complete" in text
+    assert "bytes of step-4: all present ones match their checksums" in text
     shutil.rmtree(run / "step-4.replaced-0123456789abcdef")
     (run / "step-5.partial-0123456789abcdef").mkdir()
     assert inspect(run) == 1
@@ -332,9 +332,9 @@ def test_a_link_out_of_the_folder_is_a_problem_and_the_rest_is_shown(
     path.rename(run.parent / "elsewhere")
     path.symlink_to(run.parent / "elsewhere")
     assert inspect(run / "step-2", "--verify") == 1
-    said = capsys.readouterr().out
-    assert "NOT READ training/optimizer.safetensors" in said
-    assert "weights: 43 tensors" in said
+    text = capsys.readouterr().out
+    assert "NOT READ training/optimizer.safetensors" in text
+    assert "weights: 43 tensors" in text
 
 
 def test_a_checkpoint_is_named_by_its_run(

@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+def output(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     with pytest.raises(SystemExit) as caught:
         main(["launch", *arguments])
     out, error = capsys.readouterr()
@@ -47,11 +47,11 @@ def test_threads_are_as_many_as_this_shell_has_set(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert all("OMP_NUM_THREADS=7" in line for line in torchrun_lines(said(capsys, "my.yaml")))
+    assert all("OMP_NUM_THREADS=7" in line for line in torchrun_lines(output(capsys, "my.yaml")))
 
 
 def test_the_lines_of_both_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "my.yaml", "--run.steps", "10")
+    text = output(capsys, "my.yaml", "--run.steps", "10")
     first, second = torchrun_lines(text)
     assert "--node-rank=0" in first
     assert "--node-rank=1" in second
@@ -65,13 +65,13 @@ def test_the_lines_of_both_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_line_for_every_node(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "my.yaml", "--nodes", "3", "--hosts", "10.0.0.2,b,c")
+    text = output(capsys, "my.yaml", "--nodes", "3", "--hosts", "10.0.0.2,b,c")
     [line] = [line for line in text.splitlines() if line.endswith("--start")]
     words = shlex.split(line)
     assert words[1:4] == ["shardwise", "launch", "my.yaml"]
     assert "--hosts=10.0.0.2,b,c" in words
     assert "--node-rank=$NODE_RANK" in shlex.split(
-        next(x for x in said(capsys, "my.yaml", "--nodes", "3").splitlines() if "--start" in x)
+        next(x for x in output(capsys, "my.yaml", "--nodes", "3").splitlines() if "--start" in x)
     )
 
 
@@ -85,7 +85,7 @@ def test_a_node_starts_as_that_line_says(
         raise Became
 
     monkeypatch.setattr(os, "execvpe", become)
-    assert "SHARDWISE_RUN_TOKEN is not set" in said(capsys, "my.yaml", "--start", code=1)
+    assert "SHARDWISE_RUN_TOKEN is not set" in output(capsys, "my.yaml", "--start", code=1)
     monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "secret")
     monkeypatch.setenv("RANK", "7")
     with pytest.raises(Became):
@@ -110,7 +110,7 @@ def test_mpirun_takes_this_ones_place(
     (here / "m.yaml").write_text("run: {device: cpu}\n", "utf-8")
     with pytest.raises(Became, match=r"^mpirun -n 8 --host a:4,b:4 "):
         main(["launch", "m.yaml", "--mpi", "--hostfile", "hosts"])
-    text = said(capsys, "m.yaml", "--mpi", "--hostfile", "hosts", "--nproc", "5", code=1)
+    text = output(capsys, "m.yaml", "--mpi", "--hostfile", "hosts", "--nproc", "5", code=1)
     assert "each node has 5 ranks, and a takes 4." in text
 
 
@@ -126,10 +126,10 @@ def test_mpirun_takes_this_ones_place(
 def test_a_file_for_each_launcher(
     capsys: pytest.CaptureFixture[str], here: Path, option: str, name: str, line: str
 ) -> None:
-    assert f"wrote     {name}: {line}" in said(capsys, "my.yaml", option)
+    assert f"wrote     {name}: {line}" in output(capsys, "my.yaml", option)
     assert (here / name).exists()
-    assert f"{name} exists" in said(capsys, "my.yaml", option, code=1)
-    said(capsys, "my.yaml", option, "--overwrite")
+    assert f"{name} exists" in output(capsys, "my.yaml", option, code=1)
+    output(capsys, "my.yaml", option, "--overwrite")
 
 
 @pytest.mark.parametrize("option", ["--slurm", "--k8s"])
@@ -137,21 +137,21 @@ def test_a_job_has_a_name_that_launchers_take(
     capsys: pytest.CaptureFixture[str], here: Path, option: str
 ) -> None:
     (here / "réci pe.yaml").write_text(RECIPE, "utf-8")
-    name = said(capsys, "réci pe.yaml", option).split()[-1]
+    name = output(capsys, "réci pe.yaml", option).split()[-1]
     text = (here / name).read_text("utf-8")
     assert name.startswith("r-ci-pe.")
     assert "--job-name=r-ci-pe\n" in text or "\n  r-ci-pe.yaml: " in text
 
 
 def test_two_launchers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "my.yaml", "--slurm", "--mpi", code=2)
+    text = output(capsys, "my.yaml", "--slurm", "--mpi", code=2)
     assert "--slurm and --mpi exclude each other" in text
 
 
 def test_a_file_with_the_token_is_for_its_owner_alone(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    said(capsys, "my.yaml", "--k8s")
+    output(capsys, "my.yaml", "--k8s")
     assert (here / "my.k8s.yaml").stat().st_mode & 0o777 == 0o600
 
 
@@ -159,11 +159,11 @@ def test_how_many_ranks_a_node_elsewhere_has_is_asked_for(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
     (here / "gpu.yaml").write_text("launch: {nodes: 2}\n", "utf-8")
-    assert "Pass --nproc" in said(capsys, "gpu.yaml", "--slurm", code=1)
+    assert "Pass --nproc" in output(capsys, "gpu.yaml", "--slurm", code=1)
 
 
 def test_one_node_needs_no_other_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    line = said(capsys, "demo", "--nproc", "2", "--restarts", "3")
+    line = output(capsys, "demo", "--nproc", "2", "--restarts", "3")
     assert "shardwise train demo --nproc=2 --restarts=3" in line
 
 
@@ -171,6 +171,6 @@ def test_an_interface_that_is_not_here_is_named(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
     (here / "my.yaml").write_text("run: {device: cpu}\nlaunch: {nodes: 2, nproc: 4}\n", "utf-8")
-    text = " ".join(said(capsys, "my.yaml", "--interface", "eth7", code=1).split())
+    text = " ".join(output(capsys, "my.yaml", "--interface", "eth7", code=1).split())
     assert "this host has no address at eth7 that others can reach" in text
     assert text.endswith("Pass --address with that of node 0, or another --interface.")

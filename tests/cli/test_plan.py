@@ -32,8 +32,8 @@ def test_a_recipe_is_judged_as_it_is_written(
     small, written = tmp_path / "demo.yaml", tmp_path / "new.yaml"
     demo = Path("recipes/demo.yaml").read_text("utf-8")
     small.write_text(demo.replace("layers: 4", "layers: 1"))
-    asked = ("--gpus", "4xL4", "--strategy", "zero1", "--why", "peak", "--write", str(written))
-    code, out, _ = plan(capsys, str(small), *asked, "--micro-batch", "4")
+    options = ("--gpus", "4xL4", "--strategy", "zero1", "--why", "peak", "--write", str(written))
+    code, out, _ = plan(capsys, str(small), *options, "--micro-batch", "4")
     assert code == 0
     first, second, *_ = out.splitlines()
     assert first.startswith("FITS on 4 × L4 24 GB: peak ")
@@ -50,13 +50,13 @@ def test_a_folder_of_transformers_with_an_adapter(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     config = tiny("llama", tmp_path) / "config.json"
-    asked = ("--gpus", "2xRTX 4090", "--lora", "r=4", "--seq", "32", "--global-batch", "64")
-    code, out, _ = plan(capsys, str(config), *asked, "--json")
-    said: dict[str, Any] = json.loads(out)
+    options = ("--gpus", "2xRTX 4090", "--lora", "r=4", "--seq", "32", "--global-batch", "64")
+    code, out, _ = plan(capsys, str(config), *options, "--json")
+    report: dict[str, Any] = json.loads(out)
     assert code == 0
-    assert said["verdict"] == "fits"
-    assert said["by_kind"]["activations"] > 0
-    assert {other["candidate"]["strategy"] for other in said["others"]} >= {"no_shard", "zero1"}
+    assert report["verdict"] == "fits"
+    assert report["by_kind"]["activations"] > 0
+    assert {other["candidate"]["strategy"] for other in report["others"]} >= {"no_shard", "zero1"}
     models = [named_model(name).model for name in (str(config), str(tmp_path))]
     assert {type(model).__name__ for model in models} == {"LlamaForCausalLM"}
 
@@ -67,10 +67,10 @@ def test_a_strategy_and_a_micro_batch_narrow_the_search(
     config = str(tiny("llama", tmp_path) / "config.json")
     of_one = "--strategy", "zero1", "--micro-batch", "3", "--seq", "32"
     _, out, _ = plan(capsys, config, "--gpus", "2xL4", "--json", *of_one)
-    said: dict[str, Any] = json.loads(out)
-    assert said["searched"] > 10
-    assert said["candidate"]["strategy"] == "zero1"
-    assert said["candidate"]["micro_batch"] == 3
+    report: dict[str, Any] = json.loads(out)
+    assert report["searched"] > 10
+    assert report["candidate"]["strategy"] == "zero1"
+    assert report["candidate"]["micro_batch"] == 3
     code, _, error = plan(capsys, config, "--gpus", "2xL4", "--strategy", "hybrid_shard")
     assert code == 1
     assert "one host of 2. Plan for more nodes" in " ".join(error.split())
@@ -227,12 +227,12 @@ def test_the_batch_of_a_function_s_model_is_in_what_its_input_has(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "nets.py").write_text(NETS)
-    asked = "--gpus", "2xL4", "--json", "--micro-batch", "4", "--global-batch"
+    options = "--gpus", "2xL4", "--json", "--micro-batch", "4", "--global-batch"
     for function, size in (("rows", "16"), ("tokens", str(16 * 12))):
-        _, out, _ = plan(capsys, f"{tmp_path}/nets.py:{function}", *asked, size)
-        said = json.loads(out)
-        assert said["counted"] == function
-        assert said["tokens_per_second"] * said["seconds"] == pytest.approx(int(size) / 2)
+        _, out, _ = plan(capsys, f"{tmp_path}/nets.py:{function}", *options, size)
+        report = json.loads(out)
+        assert report["counted"] == function
+        assert report["tokens_per_second"] * report["seconds"] == pytest.approx(int(size) / 2)
     _, _, error = plan(capsys, f"{tmp_path}/nets.py:rows", "--gpus", "2xL4", "--seq", "8")
     assert "returns its own" in " ".join(error.split())
 

@@ -14,7 +14,7 @@ def story(steps: int) -> list[Record]:
     return [Warned("[bold]text[/]"), *walked, Evaluated(steps, 4.0, 0.1, 6.0, 9, 1.0)]
 
 
-def told(records: Iterable[Record], log_every: int, capsys: pytest.CaptureFixture[str]) -> str:
+def printed(records: Iterable[Record], log_every: int, capsys: pytest.CaptureFixture[str]) -> str:
     with reporter(log_every) as report:
         for record in records:
             report(record)
@@ -24,24 +24,24 @@ def told(records: Iterable[Record], log_every: int, capsys: pytest.CaptureFixtur
 def test_a_log_gets_a_line_every_so_many_steps_and_the_first_and_last(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = told(story(25), 10, capsys).splitlines()
-    assert [line.split("/")[0] for line in said if "/25" in line] == [
+    lines = printed(story(25), 10, capsys).splitlines()
+    assert [line.split("/")[0] for line in lines if "/25" in line] == [
         "step  1",
         "step 10",
         "step 20",
         "step 25",
     ]
-    assert said[0] == "warning   [bold]text[/]"
-    assert said[-1].startswith("step 25  validation loss 4.0000")
+    assert lines[0] == "warning   [bold]text[/]"
+    assert lines[-1].startswith("step 25  validation loss 4.0000")
 
 
 def test_a_log_holds_no_control_characters_and_no_wrapped_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = told(story(3), 1, capsys)
-    assert "\x1b" not in said
-    assert "\r" not in said
-    assert len(said.splitlines()) == 5
+    text = printed(story(3), 1, capsys)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert len(text.splitlines()) == 5
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -56,7 +56,7 @@ def test_after_a_crash_what_was_said_before_is_not_said_again(
         report(known)
         report(Resumed(2, 24, "run/checkpoints/step-2", 3))
     assert capsys.readouterr().out.splitlines()[0].startswith("resumed at step 2, sample 24")
-    assert "31,392" in told([known], 1, capsys)
+    assert "31,392" in printed([known], 1, capsys)
 
 
 @pytest.mark.parametrize("width", [80, 60, 30])
@@ -66,10 +66,10 @@ def test_a_terminal_gets_a_moving_line_and_keeps_what_a_log_gets(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    said = told(story(25), 10, capsys)
-    assert "\x1b[2K" in said  # a line was erased, to be written anew
-    assert said.startswith("warning   [bold]text[/]")
-    shown = [re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", line) for line in said.splitlines()]
+    text = printed(story(25), 10, capsys)
+    assert "\x1b[2K" in text  # a line was erased, to be written anew
+    assert text.startswith("warning   [bold]text[/]")
+    shown = [re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", line) for line in text.splitlines()]
     steps = [line for line in shown if "/25" in line]
     assert all(len(line) <= width and line.endswith("ETA 0:01") for line in steps)
     kept = dict.fromkeys(line.split("  ETA")[0].split("/")[0] for line in steps)
@@ -82,9 +82,9 @@ def test_a_dumb_terminal_gets_the_lines_of_a_log(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
-    said = told(story(25), 10, capsys)
-    assert "\x1b" not in said
-    assert len(said.splitlines()) == 6
+    text = printed(story(25), 10, capsys)
+    assert "\x1b" not in text
+    assert len(text.splitlines()) == 6
 
 
 def test_a_terminal_is_restored_after_an_error(
@@ -100,8 +100,8 @@ def test_a_terminal_is_restored_after_an_error(
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    said = capsys.readouterr().out
-    assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l") >= 0  # the cursor is shown again
+    text = capsys.readouterr().out
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0  # the cursor is shown again
 
 
 @pytest.mark.parametrize("terminal", ["xterm", "dumb", ""])

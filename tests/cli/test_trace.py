@@ -90,11 +90,11 @@ def test_a_file_that_fails_is_a_sentence_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
 ) -> None:
     (tmp_path / "net.py").write_text(text, "utf-8")
-    code, said = trace(capsys, f"{tmp_path / 'net.py'}:Net")
+    code, printed = trace(capsys, f"{tmp_path / 'net.py'}:Net")
     assert code == 1
-    assert sentence in said
-    assert "usage:" not in said
-    assert "Traceback" not in said
+    assert sentence in printed
+    assert "usage:" not in printed
+    assert "Traceback" not in printed
 
 
 def test_a_grid_is_two_numbers_and_what_is_not_a_hybrid_ignores_it_in_a_comparison(

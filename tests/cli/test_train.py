@@ -46,9 +46,9 @@ def run(*command: str, by: str = "-m") -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=240,
     )
-    said = done.stderr.splitlines(keepends=True)
+    lines = done.stderr.splitlines(keepends=True)
     waiting = (" waited ", "  rank ", "  stack of ")
-    done.stderr = "".join(line for line in said if not any(word in line for word in waiting))
+    done.stderr = "".join(line for line in lines if not any(word in line for word in waiting))
     return done
 
 
@@ -68,11 +68,11 @@ def failed(*arguments: str) -> int:
 
 def test_help_shows_how_to_start_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert failed("--help") == 0
-    said = capsys.readouterr().out
-    assert "shardwise train demo --nproc 2" in said
-    assert "torchrun --nproc-per-node 2 -m shardwise.cli train" in said
-    assert "Ctrl-C, kill PID, or touch RUN/stop    save and exit with status 75" in said
-    assert [key.name for key in keys() if f"{key.name}: " not in said] == []
+    text = capsys.readouterr().out
+    assert "shardwise train demo --nproc 2" in text
+    assert "torchrun --nproc-per-node 2 -m shardwise.cli train" in text
+    assert "Ctrl-C, kill PID, or touch RUN/stop    save and exit with status 75" in text
+    assert [key.name for key in keys() if f"{key.name}: " not in text] == []
 
 
 def test_help_names_the_words_that_a_key_may_have_and_fits_the_terminal(
@@ -80,18 +80,18 @@ def test_help_names_the_words_that_a_key_may_have_and_fits_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert failed("--help") == 0
-    said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if len(line) > 80] == []
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if len(line) > 80] == []
     words = {word for key in keys() for word in key.values}
     assert {"gaussian", "predivide", "optimizer", "float16"} <= words
-    assert [word for word in words if word not in said] == []
+    assert [word for word in words if word not in text] == []
 
 
 def test_the_command_line_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    said = capsys.readouterr().out.split("Commands:")[1].splitlines()
-    names = [line.split()[0] for line in said if line.strip()]
+    lines = capsys.readouterr().out.split("Commands:")[1].splitlines()
+    names = [line.split()[0] for line in lines if line.strip()]
     assert names == [
         "bench",
         "convert-config",
@@ -149,9 +149,9 @@ def test_a_folder_in_use_ends_before_ranks_are_started(
     before = to_yaml(read_recipe(recipe, ["run.seed=1"]))
     (tmp_path / "run" / "recipe.yaml").write_text(before, "utf-8")
     assert failed(str(recipe), "--nproc", "2") == 1
-    said = capsys.readouterr().err
-    assert "run.seed was 1 and is 0" in said
-    assert "start over with --run.overwrite true, which deletes that run" in said
+    text = capsys.readouterr().err
+    assert "run.seed was 1 and is 0" in text
+    assert "start over with --run.overwrite true, which deletes that run" in text
 
 
 @pytest.mark.parametrize("text", ["1", "@3", "1@", "one@2", "1@-2"])
@@ -171,17 +171,17 @@ def test_a_crash_that_would_never_happen_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("device", "said"),
+    ("device", "text"),
     [
         ("gpu", "run.device is 'gpu'; it must be 'cpu', 'cuda', 'xpu' or 'hpu'"),
         ("XPU", 'torch sees no xpu device on this machine. Pass device="cpu" (--run.device cpu)'),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_with_what_to_write(
-    tmp_path: Path, device: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, device: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert failed(str(recipe_file(tmp_path)), "--run.device", device) == 1
-    assert said in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_what_the_system_refuses_is_one_sentence(
@@ -203,9 +203,9 @@ def test_a_recipe_of_several_machines_is_not_trained_by_one_that_nobody_told(
 ) -> None:
     (tmp_path / "my.yaml").write_text("launch: {nodes: 2, nproc: 8}\n", "utf-8")
     assert failed(str(tmp_path / "my.yaml")) == 1
-    said = capsys.readouterr().err
-    assert "launch.nodes is 2 in this recipe, and no launcher has started this process" in said
-    assert f"Start with: shardwise launch {tmp_path}/my.yaml; or say" in said
+    text = capsys.readouterr().err
+    assert "launch.nodes is 2 in this recipe, and no launcher has started this process" in text
+    assert f"Start with: shardwise launch {tmp_path}/my.yaml; or say" in text
 
 
 @pytest.mark.parametrize(("words", "restarts"), [([], 3), (["--restarts", "0"], 0)])
@@ -285,9 +285,9 @@ def test_a_run_that_is_told_to_end_saves_and_says_with_what_status_it_goes_on(
     with monkeypatch.context() as patch:
         at_step(3, lambda: os.kill(os.getpid(), number), patch)
         assert ended(recipe) == 75
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2].startswith(f"saved {tmp_path}/run/checkpoints/step-3 (")
-    assert said[-1] == "stopped at step 3/4, checkpoint saved; rerun the same command to resume"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith(f"saved {tmp_path}/run/checkpoints/step-3 (")
+    assert lines[-1] == "stopped at step 3/4, checkpoint saved; rerun the same command to resume"
     assert ended(recipe) == 0
     goes_on = capsys.readouterr().out
     assert f"resumed at step 3, sample 36, from {tmp_path}/run/checkpoints/step-3" in goes_on
@@ -364,8 +364,8 @@ def test_a_last_checkpoint_that_could_not_be_saved_ends_with_status_1(
 def train_on_two(folder: Path) -> None:
     options = ("--nproc", "2", "--verbose")
     done = run("shardwise.cli", "train", str(recipe_file(folder)), *options)
-    said = [done.returncode, done.stdout, done.stderr]
-    (folder / "said.json").write_text(json.dumps(said), "utf-8")
+    result = [done.returncode, done.stdout, done.stderr]
+    (folder / "said.json").write_text(json.dumps(result), "utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -373,16 +373,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     """The folder of a run on two processes, and what it said."""
     folder = tmp_path_factory.mktemp("two")
     train_on_two(folder=folder)
-    said = json.loads((folder / "said.json").read_text("utf-8"))
-    return folder, subprocess.CompletedProcess([], *said)
+    result = json.loads((folder / "said.json").read_text("utf-8"))
+    return folder, subprocess.CompletedProcess([], *result)
 
 
 @pytest.mark.spawn
 def test_two_processes_train_and_only_one_speaks(two: Two) -> None:
     _, done = two
     assert done.returncode == 0
-    told = [line.split()[0] for line in done.stderr.splitlines()]
-    assert told == ["states", "saved"]  # --verbose: what begins alike, and the model's file
+    labels = [line.split()[0] for line in done.stderr.splitlines()]
+    assert labels == ["states", "saved"]  # --verbose: what begins alike, and the model's file
     assert done.stdout.count("step 4/4") == 1
     assert "micro-batch 1 × 6 accumulation steps × 2 ranks" in done.stdout
 
@@ -475,9 +475,11 @@ def test_killed_in_the_middle_of_a_step_all_ranks_start_again_and_go_on_exactly(
     recipe = str(recipe_file(tmp_path))
     done = run(LAUNCHER, KILLED, "train", recipe, "checkpoint.save_every=1", by="-c")
     assert (done.returncode, done.stderr) == (0, "")
-    told = [line for line in done.stdout.splitlines() if line.startswith(("crashed", "resumed"))]
-    assert "was killed by SIGKILL; all ranks start again (1 of 1)" in told[0]
-    assert told[1].startswith("resumed at step 2, sample 24, from ")
+    restarts = [
+        line for line in done.stdout.splitlines() if line.startswith(("crashed", "resumed"))
+    ]
+    assert "was killed by SIGKILL; all ranks start again (1 of 1)" in restarts[0]
+    assert restarts[1].startswith("resumed at step 2, sample 24, from ")
     assert done.stdout.count("tokens/s  over all ranks") == 1  # what is known is not said again
     assert losses(tmp_path) == losses(two[0])
 
@@ -567,12 +569,14 @@ def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
         stdout=subprocess.PIPE,
         text=True,
     )
-    said: list[str] = []
+    output: list[str] = []
     waited_for: list[tuple[str, int]] = []
     with process:
         for line in process.stdout or ():
-            said.append(line.strip())
-            saves = sum(told.startswith("saved") for told in said) * line.startswith("saved")
+            output.append(line.strip())
+            saves = sum(earlier.startswith("saved") for earlier in output) * line.startswith(
+                "saved"
+            )
             if line.startswith("step  2/40"):
                 waited_for += [(one.address, one.port) for one in listeners(family(process.pid))]
                 process.send_signal(signal.SIGUSR1)
@@ -580,11 +584,11 @@ def test_signals_to_the_launcher_save_and_stop_all_ranks_and_the_run_goes_on(
                 (tmp_path / "run" / "save").touch()
             elif saves == 2:
                 process.send_signal(signal.SIGTERM)
-    assert process.returncode == 75, "\n".join(said)
+    assert process.returncode == 75, "\n".join(output)
     assert {address for address, _ in waited_for} == {"127.0.0.1"}  # the store's, and gloo's
     assert not (tmp_path / "run" / "save").exists()
-    assert sum(line.startswith("saved") for line in said) == 3
-    stopped = said[-1]
+    assert sum(line.startswith("saved") for line in output) == 3
+    stopped = output[-1]
     assert stopped.startswith("stopped at step ")
     assert stopped.endswith("/40, checkpoint saved; rerun the same command to resume")
     step = int(stopped.split()[3].partition("/")[0])
@@ -610,11 +614,11 @@ def test_under_torchrun_a_run_that_is_told_to_end_saves_too(tmp_path: Path) -> N
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    said: list[str] = []
+    lines: list[str] = []
     with process:
         for line in process.stdout or ():
-            said.append(line.strip())
+            lines.append(line.strip())
             if line.startswith("step   2/200"):
                 process.send_signal(signal.SIGTERM)
-    assert said[-1].startswith("stopped at step ")
+    assert lines[-1].startswith("stopped at step ")
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
