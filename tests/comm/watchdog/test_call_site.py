@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.watchdog import call_site
-from shardwise.comm.watchdog.call_site import user_call
+from shardwise.comm.watchdog.call_site import joint_call, user_call
 from tests.fake import FakeComm
 
 
@@ -102,3 +105,25 @@ def test_a_process_does_what_is_asked_while_it_lives() -> None:
     assert "step 2: forward of blocks.3" in call_site.activity()
     del one
     assert "step 2: forward of blocks.3" not in call_site.activity()
+
+
+@pytest.mark.parametrize(
+    ("file", "call", "is_joint"),
+    [
+        (torch.__file__, "barrier(None)", True),
+        (torch.__file__, "barrier(None, torch.zeros(9))", True),
+        (torch.__file__, "barrier(None, torch.zeros(2**20))", False),  # it may still be sent
+        (torch.__file__, "barrier('of some ranks')", False),
+        (__file__, "barrier(None)", False),
+    ],
+)
+def test_a_call_that_ends_when_all_ranks_have_made_it_is_seen(
+    file: str, call: str, is_joint: bool
+) -> None:
+    text = "def barrier(group, tensor=None):\n    sleep(0.1)"
+    names: dict[str, Any] = {"sleep": time.sleep, "torch": torch}
+    exec(compile(text, file, "exec"), names)
+    program = threading.Thread(target=eval, args=(call, names))
+    program.start()
+    seen = [joint_call(program.ident or 0) for _ in iter(program.is_alive, False)]
+    assert any(seen) == is_joint

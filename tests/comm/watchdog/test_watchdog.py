@@ -180,6 +180,29 @@ def test_a_rank_whose_heartbeats_stop_is_named_with_its_last_one(
     assert not any(event.is_set() for event in group.interrupted)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_rank_in_a_collective_of_torch_is_not_waited_for_if_it_came_to_it_before(
+    group: Group, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """``state_dict()`` on rank 0 alone, while the others wait at a barrier; or after the gather."""
+    mine = group.add(2)
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(group.add, 2).result()
+        monkeypatch.setattr(watchdog, "joint_call", lambda thread: thread == theirs._caller)
+        for collective in [A, B][:count]:
+            theirs.issue(collective)
+        mine.issue(A)
+        mine.issue(B)
+        wait_for(mine, B)
+        if count == 2:
+            time.sleep(0.5)
+            mine.raise_if_failed()
+            return
+        until(lambda: bool(mine.failure))
+    assert "rank 1 has left (it called a collective of torch that ends when all" in mine.failure
+    assert "rank 0 waits at gather blocks.1" in mine.failure
+
+
 def test_the_lowest_waiting_rank_that_is_not_frozen_reports(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:

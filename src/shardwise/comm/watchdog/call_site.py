@@ -18,22 +18,15 @@ from weakref import WeakSet
 import torch
 
 _PATHS = sysconfig.get_paths()
-_TORCH, _SHARDWISE = (
-    f"{Path(torch.__file__).parent}{os.sep}",
-    f"{Path(__file__).parents[2]}{os.sep}",
-)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_SHARDWISE = f"{Path(__file__).parents[2]}{os.sep}"
 #: What ``activity()`` asks, while it lives.
 active: WeakSet[Any] = WeakSet()
 # They call the user's program, which calls torch again.
-_STARTERS = tuple(
-    f"{package}{name.replace('/', os.sep)}"
-    for package, name in (
-        (_TORCH, "distributed/elastic"),
-        (_TORCH, "distributed/run.py"),
-        (_TORCH, "multiprocessing"),
-        (_SHARDWISE, "comm/transports/threads.py"),
-    )
-)
+_RUNNERS = "distributed/elastic", "distributed/run.py", "multiprocessing"
+_THREADS = str(Path(_SHARDWISE, "comm/transports/threads.py"))
+_STARTERS = (*(str(Path(_TORCH, name)) for name in _RUNNERS), _THREADS)
+_JOINT = "barrier", "all_gather", "all_reduce"  # which no rank leaves before all have come
 _INSTALLED = tuple(
     f"{_PATHS[name]}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 )
@@ -44,10 +37,8 @@ def user_call(thread: int) -> str:
 
     ``""`` if ``thread`` is in none, or no program of the user's has called it.
     """
-    stack = [
-        (frame.f_code.co_filename, line)
-        for frame, line in walk_stack(sys._current_frames().get(thread))
-    ]
+    frames = walk_stack(sys._current_frames().get(thread))
+    stack = [(frame.f_code.co_filename, line) for frame, line in frames]
     called = [
         depth
         for depth, (file, _) in enumerate(stack)
@@ -72,3 +63,14 @@ def stack_of(thread: int) -> str:
         f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line} {frame.f_code.co_name}"
         for frame, line in reversed(frames)
     )
+
+
+def joint_call(thread: int) -> bool:
+    """Is ``thread`` in a call of torch that ends at once when all ranks have made it?"""
+    frame: Any = sys._current_frames().get(thread)
+    code = frame and frame.f_code
+    if not (code and code.co_name in _JOINT and code.co_filename.startswith(_TORCH)):
+        return False
+    group, tensor = (frame.f_locals.get(name) for name in ("group", "tensor"))
+    nbytes = 0 if tensor is None else tensor.nbytes
+    return nbytes < 2**20 and group in (None, torch.distributed.group.WORLD)

@@ -50,23 +50,26 @@ class Heartbeats:
         # Of each rank its last heartbeat, as ``send`` writes it, and when it was new.
         self._seen: dict[int, tuple[list[str], float]] = {}
 
-    def send(self, last: str = "") -> None:
-        """Send the next one; ``last``: the collective that this rank issued last."""
+    def send(self, last: str = "", joint: str = "") -> None:
+        """Send the next one, with the ``last`` collective; ``joint`` as that method says."""
         self._sent += 1
-        issued = f"last issued {last}" if last else ""
-        said = f"process {os.getpid()} on {platform.node()}", activity(), issued
-        text = ", ".join(filter(None, [*said, user_call(self._caller)]))
-        beat = [str(self._sent), text, stack_of(self._caller)]
+        said = activity(), last and f"last issued {last}", user_call(self._caller)
+        text = ", ".join([f"process {os.getpid()} on {platform.node()}", *filter(None, said)])
+        beat = [str(self._sent), text, stack_of(self._caller), joint]
         self._store.set(f"alive/{self._rank}", json.dumps(beat))
         self.look(1)  # of rank 0, which may serve the store, so that it is known if that is silent
 
     def end(self) -> None:
         """Send none any more: the silence of this rank is no sign."""
-        self._store.set(f"alive/{self._rank}", json.dumps(["", "connected", ""]))
+        self._store.set(f"alive/{self._rank}", json.dumps(["", "connected", "", ""]))
 
     def last(self, rank: int) -> str:
         """The text of the last heartbeat that was seen of a rank."""
         return self._seen[rank][0][1] if rank in self._seen else "no heartbeat yet"
+
+    def joint(self) -> dict[int, int]:
+        """Each rank that is in a joint call of torch → how many collectives came before it."""
+        return {rank: int(beat[3]) for rank, (beat, _) in self._seen.items() if beat[3]}
 
     def look(self, size: int) -> dict[int, float]:
         """The ranks that have sent nothing new for three intervals, and for how many seconds."""

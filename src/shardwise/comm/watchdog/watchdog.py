@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwise.comm.protocol import ENDED
 from shardwise.comm.watchdog import desync, heartbeat
-from shardwise.comm.watchdog.call_site import user_call
+from shardwise.comm.watchdog.call_site import joint_call, user_call
 from shardwise.comm.watchdog.desync import Collective, RankProgress
 from shardwise.comm.watchdog.heartbeat import Heartbeats
 from shardwise.comm.watchdog.waited import Waited
@@ -38,6 +38,7 @@ T = TypeVar("T")
 POLL_INTERVAL = 0.5  # seconds between two checks whether this rank waits
 FIRST_CHECK = 1.0  # seconds of waiting before the first look at other ranks
 MAX_CHECK_INTERVAL = 10.0  # seconds
+IN_TORCH = "it called a collective of torch that ends when all ranks have called it,"
 HISTORY = 256  # collectives that a rank publishes
 
 log = logging.getLogger("shardwise")
@@ -77,17 +78,14 @@ class Watchdog:
         self.failure = ""  # why the group has failed
         #: Is the connection to a rank closed? For a backend that knows.
         self.is_closed: Callable[[int], bool] = lambda _: False
-        self._store = store
-        self._rank = rank
-        self.size = size
-        self._interrupt = interrupt
+        self._store, self._rank, self.size, self._interrupt = store, rank, size, interrupt
         self._timeout, self._where, self._failed_before = timeout, where, failure
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
         self._heartbeats, self._next_beat = Heartbeats(store, rank), 0.0
         self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
-        self._caller = threading.get_ident()  # whose stack has the user's program
-        self._stop = threading.Event()
+        # The stack of the caller's thread has the user's program.
+        self._caller, self._stop = threading.get_ident(), threading.Event()
         self._waits, self._silence = WaitsInCpp(), 0.0  # of the store, in seconds
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
@@ -245,7 +243,8 @@ class Watchdog:
             return
         try:
             last = self._recent[-1].details if self._recent else ""
-            self._ask(partial(self._heartbeats.send, last))
+            joint = str(self._issued) if joint_call(self._caller) else ""  # in this order
+            self._ask(partial(self._heartbeats.send, last, joint))
             self._next_beat = monotonic() + heartbeat.INTERVAL
         except RuntimeError as error:  # a rank that does not wait needs no store
             self._next_beat = float("inf")
@@ -274,14 +273,16 @@ class Watchdog:
         self._publish(waits=collective.seq)
         progress = self._read_progress()
         silent = self._heartbeats.look(self.size)
+        if not silent and age > heartbeat.FIRST_WARNING:  # so heartbeats are newer than this wait
+            for rank, issued in self._heartbeats.joint().items():
+                one = progress.get(rank, RankProgress())
+                progress[rank] = one._replace(issued=issued, ended=IN_TORCH)
         reason = self._failed_before() or self._read("verdict") or desync.diagnose(progress)
         ended = {rank: one for rank, one in progress.items() if one.ended}
         if not reason and (gone := self._unreachable(ended, waits.peer)) is not None:
             reason = self._why_gone(gone, ended, collective)
-        if waits.peer is None:
-            missing = desync.missing_ranks(progress, self.size, collective)
-        else:
-            missing = [waits.peer]
+        late = desync.missing_ranks(progress, self.size, collective)
+        missing = late if waits.peer is None else [waits.peer]
         if not reason and age > self._timeout:
             reason = desync.timed_out(missing, age, {self._rank: collective})
             reason += desync.look_at({self._rank: user_call(self._caller)})
@@ -339,9 +340,8 @@ class Watchdog:
 
     def _read_progress(self) -> dict[int, RankProgress]:
         """The progress of ranks that have waited long at some time, or have ended."""
-        keys = {rank: f"cursor/{rank}" for rank in range(self.size)}
-        written = [rank for rank, key in keys.items() if self._store.check([key])]
-        values = self._store.multi_get([keys[rank] for rank in written])
+        written = [r for r in range(self.size) if self._store.check([f"cursor/{r}"])]
+        values = self._store.multi_get([f"cursor/{rank}" for rank in written])
         return {rank: _decode_progress(value) for rank, value in zip(written, values, strict=True)}
 
     def _all_ended(self) -> bool:
