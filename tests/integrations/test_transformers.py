@@ -5,8 +5,6 @@ One process of transformers' own Trainer is compared with two and three ranks of
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,10 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator as TheirAccelerator
-from accelerate.local_sgd import LocalSGD
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from peft import PeftModel
 from safetensors.torch import load_file
 
 import shardwise as sw
-from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.handover import handle
 from shardwise.integrations.transformers import Trainer, arguments_of, written_as_they_are
 from tests.copies import assert_near
@@ -135,19 +129,6 @@ def test_a_loop_over_accelerate_is_that_of_one_process_and_goes_on_from_its_stat
 # --- what it is given ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """One process, and nothing of accelerate's state before or after."""
-    reset()
-    yield monkeypatch
-    reset()
-
-
-def reset() -> None:
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def made(folder: Path, model: Any = None, **changed: Any) -> Any:
     args = jobs.arguments(folder, **changed)
     return Trainer(model=model or jobs.llama(), args=args, train_dataset=jobs.rows())
@@ -253,32 +234,21 @@ def test_a_model_of_another_accelerator_is_refused(tmp_path: Path, alone: Any) -
         made(tmp_path, model).train()
 
 
-def test_an_accelerator_with_a_plug_in_beside_it_is_refused(alone: Any) -> None:
-    """accelerate keeps one state for a process; on accelerators the plug-in is in it."""
-    TheirAccelerator(cpu=True)
-    for state in (PartialState, AcceleratorState):
-        state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=None)
-    with pytest.raises(sw.ConfigError, match="set up for FSDP already: an Accelerator made before"):
-        Accelerator(cpu=True)
+def test_evaluation_in_another_dtype_is_refused_before_training(tmp_path: Path, alone: Any) -> None:
+    with pytest.raises(sw.ConfigError, match=r"bf16_full_eval .* with bf16=True it is evaluated"):
+        made(tmp_path, bf16_full_eval=True)
 
 
-def test_ranks_with_other_numbers_of_batches_are_refused(alone: Any) -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.state.num_processes = 2  # of two ranks this one
-    with accelerator.join_uneven_inputs([]):
-        pass
-    with pytest.raises(sw.ConfigError, match="would wait for one that has none"):
-        accelerator.join_uneven_inputs([], even_batches=False)
+def test_outputs_of_other_lengths_are_gathered_as_objects(tmp_path: Path, alone: Any) -> None:
+    gather: Any = made(tmp_path, eval_use_gather_object=True).gather_function
+    assert gather.keywords == {"use_gather_object": True}
 
 
-def test_local_sgd_is_refused_with_the_reason(alone: Any) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare_model(jobs.llama())
-    with LocalSGD(accelerator, model, 2):  # of one process it does nothing
-        pass
-    accelerator.state.distributed_type = DistributedType.MULTI_CPU
-    with pytest.raises(sw.ConfigError, match="LocalSGD"), LocalSGD(accelerator, model, 2):
-        pass
+def test_a_checkpoint_of_another_model_is_refused_by_its_name(tmp_path: Path, alone: Any) -> None:
+    made(tmp_path, max_steps=2).train()
+    deeper = jobs.llama(attention_bias=True)
+    with pytest.raises(sw.CheckpointError, match=r"optimizer\.pt is no state of .* 21 parameters"):
+        made(tmp_path, deeper).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_device_map_is_refused_with_the_reason(tmp_path: Path, alone: Any) -> None:

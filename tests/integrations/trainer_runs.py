@@ -36,7 +36,8 @@ def llama(width: int = 32, **options: Any) -> Any:
 
 
 def with_lora() -> Any:
-    config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    parts: Result = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **parts)
     model: Any = peft.get_peft_model(llama(), config)
     model.base_model.model.name_or_path = ""
     return model

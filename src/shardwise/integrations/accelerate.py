@@ -28,7 +28,7 @@ from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError
 from shardwise.hf.quantized import adopt
 from shardwise.integrations import handover
-from shardwise.integrations.handover import handle, steps_on
+from shardwise.integrations.handover import handle, owner_of
 
 __all__ = ["Accelerator"]
 
@@ -132,10 +132,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         """Clip the norm of these gradients over all ranks; returns the norm before, 0-dim."""
-        self.unscale_gradients()
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owner = next(m for m in self._models if any(p is params[0] for p in m.parameters()))
-        return handle(owner).clip_grad_norm_(max_norm, norm_type, params)
+        for model in self._models:
+            if params and {*map(id, params)} <= {*map(id, model.parameters())}:
+                self.unscale_gradients()
+                return handle(model).clip_grad_norm_(max_norm, norm_type, params)
+        norm: Tensor = super().clip_grad_norm_(params, max_norm, norm_type)  # of several models
+        return norm
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Whole tensors on rank 0, nothing elsewhere. A collective."""
@@ -149,20 +152,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             sharded.save(Path(folder) / f"model-{number}", optimizers)
         return folder
 
-    def load_state(self, input_dir: str, **options: Any) -> None:
+    def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
         """Load what ``save_state`` wrote at any number of ranks. A collective."""
+        found: list[str] = []  # the newest folder, if no other is given
+        hook = self.register_load_state_pre_hook(lambda _, folder: found.append(folder))
         with self._without_models() as models:
-            super().load_state(input_dir, **options)
+            super().load_state(input_dir, *args, **options)
+        hook.remove()
         for number, (sharded, optimizers) in enumerate(models):
-            sharded.load(Path(input_dir) / f"model-{number}", optimizers)
+            sharded.load(Path(*found) / f"model-{number}", optimizers)
 
     @contextmanager
     def _without_models(self) -> Iterator[list[tuple[Sharded, list[Any]]]]:
         """Yields the models and their optimizers, which accelerate does not see in the block."""
         models, optimizers = self._models, self._optimizers
+        owners = [owner_of(one, models) for one in optimizers]
         self._models, self._optimizers = [], []
         try:
-            yield [(handle(m), [o.optimizer for o in optimizers if steps_on(o, m)]) for m in models]
+            held = [*zip(owners, optimizers, strict=True)]
+            yield [(handle(m), [o.optimizer for owner, o in held if owner is m]) for m in models]
         finally:
             self._models, self._optimizers = models, optimizers
 

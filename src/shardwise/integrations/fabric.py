@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from shardwise.api.shard import shard
 from shardwise.api.sharded import Sharded
 from shardwise.checkpoint import numbered
-from shardwise.integrations.handover import comm_of, handle, handle_of, steps_on
+from shardwise.integrations.handover import comm_of, handle, handle_of, owner_of
 
 __all__ = ["ShardwiseStrategy"]
 
 CALL = "fabric.setup()"
+STEPS = "training_step", "validation_step", "test_step", "predict_step"  # as Lightning names them
 
 
 class ShardwiseStrategy(DDPStrategy):
@@ -49,21 +50,10 @@ class ShardwiseStrategy(DDPStrategy):
         if sharded is None:
             sharded = shard(module, comm=comm_of(self.root_device), **self.sharding)
         self._models.append(sharded)
+        for name in STEPS:  # Fabric leads calls of them through forward, of a module that it wraps
+            if callable(getattr(module, name, None)):
+                sharded.register_forward_method(module, name)
         return module
-
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
-        """Clip the norm of the gradients over all ranks; returns the norm before, 0-dim."""
-        norm = handle(module, CALL).clip_grad_norm_(float(max_norm), float(norm_type))
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}.")
-        return norm
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
         """Whole tensors on rank 0, nothing elsewhere. A collective."""
@@ -71,7 +61,7 @@ class ShardwiseStrategy(DDPStrategy):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Whole state on rank 0, as a plain optimizer keeps it. A collective."""
-        (owner,) = (sharded for sharded in self._models if steps_on(optimizer, sharded.model))
+        owner = handle(owner_of(optimizer, [sharded.model for sharded in self._models]), CALL)
         states = owner.optimizer_state_dict(optimizer, rank0_only=True)
         return numbered(states) if states else {}
 

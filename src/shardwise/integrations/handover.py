@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "handle",
     "handle_of",
     "launched_settings",
+    "owner_of",
     "shard_settings",
     "steps_on",
     "without_fsdp",
@@ -70,13 +71,30 @@ def steps_on(optimizer: Optimizer, model: nn.Module) -> bool:
     return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
 
 
+def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """The one of the ``models`` that ``optimizer`` steps on.
+
+    Raises:
+        ConfigError: it steps on several, or none.
+    """
+    owners = [model for model in models if steps_on(optimizer, model)]
+    if len(owners) != 1:
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        raise ConfigError(
+            f"this {kind} steps on parameters of {len(owners)} of the {len(models)} models that "
+            "were prepared, and its state is stored with one of them. Make one optimizer for each "
+            "model, of the parameters of that model."
+        )
+    return owners[0]
+
+
 def check_own(model: nn.Module, device: torch.device) -> None:
     """Raises ``ConfigError`` for a model that another ``Accelerator`` or ``device_map`` owns."""
     kind = type(model).__name__
     if getattr(model, "_is_accelerate_prepared", False):
         raise ConfigError(
             f"this {kind} was prepared by another Accelerator, and would be prepared twice. Leave "
-            "accelerator.prepare_model() out: a Trainer prepares its model itself."
+            "that one's prepare() out; a Trainer prepares its model itself."
         )
     if getattr(model, "is_parallelizable", False) or getattr(model, "model_parallel", False):
         log.warning(

@@ -32,6 +32,7 @@ from shardwise.api.sharded import Sharded
 from shardwise.checkpoint import by_name, numbered
 from shardwise.checkpoint.collectives import raise_on_all
 from shardwise.checkpoint.local_shards import held_whole
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.hf.adapters import is_adapters
 from shardwise.hf.labelled import causal_model, head_of, in_place_of_logits, why_all_logits
 from shardwise.integrations import handover
@@ -78,9 +79,16 @@ class Trainer(transformers.Trainer):
         with handover.without_fsdp():
             super().create_accelerator_and_postprocess()
         self.args.fsdp_plugin_args = plugin
+        if self.args.bf16_full_eval or self.args.fp16_full_eval:
+            raise ConfigError(
+                "bf16_full_eval and fp16_full_eval convert the model in place before it is "
+                "evaluated, and a sharded model keeps its dtype. Leave them out: with bf16=True it "
+                "is evaluated in bfloat16, too."
+            )
         options = {**self._accelerator_args, "fsdp_plugin": None}
         self.accelerator = Accelerator(self.sharding(), **options)
-        self.gather_function = self.accelerator.gather_for_metrics
+        gather, as_objects = self.accelerator.gather_for_metrics, self.args.eval_use_gather_object
+        self.gather_function = partial(gather, use_gather_object=as_objects)
 
     @cached_property
     def all_logits(self) -> str:
@@ -134,7 +142,10 @@ class Trainer(transformers.Trainer):
         self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, self._whole)
+        sharded = handover.handle_of(self.model)
+        # peft asks modules for their state_dict(), which with our hooks is a collective.
+        with sharded._detached() if sharded else nullcontext():
+            super()._save(output_dir, self._whole)
         if self._written is not None:
             path = Path(output_dir or str(self.args.output_dir)) / SAFE_WEIGHTS_NAME
             handle(self.model).save_file(path, names=self._written.__contains__)
@@ -235,7 +246,13 @@ def load_state(
     def read() -> dict[str, Any]:
         if sharded.comm.rank:
             return {}
-        return by_name(torch.load(files[0], map_location="cpu", weights_only=True), names)
+        try:
+            return by_name(torch.load(files[0], map_location="cpu", weights_only=True), names)
+        except Exception as error:
+            raise CheckpointError(
+                f"{files[0]} is no state of this model's optimizer: {error} Resume with the model "
+                "and the optim of that run, or remove the file to start the optimizer from scratch."
+            ) from error
 
     states = raise_on_all(sharded.comm, "reading an optimizer's state", read)
     sharded.load_optimizer_state_dict(optimizer, states)
