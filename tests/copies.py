@@ -51,18 +51,18 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-def assert_near(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+def assert_near(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     """As near as ``tolerance`` of each tensor's largest magnitude: sums in another order round so.
 
     Args:
-        found: a tensor, or tensors by name or in order, like ``expected``.
+        actual: a tensor, or tensors by name or in order, like ``expected``.
     """
     if isinstance(expected, Mapping):
-        assert list(found) == list(expected)
-        found, expected = list(found.values()), list(expected.values())
+        assert list(actual) == list(expected)
+        actual, expected = list(actual.values()), list(expected.values())
     elif isinstance(expected, Tensor):
-        found, expected = [found], [expected]
-    for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+        actual, expected = [actual], [expected]
+    for at, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert (one.shape, one.dtype) == (other.shape, other.dtype), at
         if other.numel():
             wide = torch.complex128 if other.is_complex() else torch.float64

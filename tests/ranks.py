@@ -128,11 +128,11 @@ def outcomes_of(
         ]
         for process in processes:
             process.start()
-        for _, theirs in pipes:
-            theirs.close()
+        for _, child in pipes:
+            child.close()
         try:
-            said = _results([mine for mine, _ in pipes], time.monotonic() + timeout)
-            for process, (_, error) in zip(processes, said, strict=True):
+            results = _results([parent for parent, _ in pipes], time.monotonic() + timeout)
+            for process, (_, error) in zip(processes, results, strict=True):
                 process.join(0 if error == HUNG else 60)
         finally:
             for process in processes:
@@ -140,7 +140,9 @@ def outcomes_of(
                     process.kill()
                     process.join()
     exits = [process.exitcode for process in processes]
-    return [Outcome(value, error, code) for (value, error), code in zip(said, exits, strict=True)]
+    return [
+        Outcome(value, error, code) for (value, error), code in zip(results, exits, strict=True)
+    ]
 
 
 def in_group(rank: int, world: int, folder: str, fn: Callable[..., T], *args: Any) -> T:
@@ -171,18 +173,18 @@ def free_port() -> int:
 
 def _results(pipes: list[Connection], deadline: float) -> list[tuple[Any, str]]:
     """What each child sent, or an explanation where it sent nothing."""
-    said: dict[Connection, tuple[Any, str]] = {}
-    while left := [pipe for pipe in pipes if pipe not in said]:
-        ready = wait(left, max(0.0, deadline - time.monotonic()))
+    results: dict[Connection, tuple[Any, str]] = {}
+    while pending := [pipe for pipe in pipes if pipe not in results]:
+        ready = wait(pending, max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for pipe in left:
+        for pipe in pending:
             if pipe in ready:
                 try:
-                    said[pipe] = pickle.loads(pipe.recv_bytes())
+                    results[pipe] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    said[pipe] = (None, "it ended without a result")
-    return [said.get(pipe, (None, HUNG)) for pipe in pipes]
+                    results[pipe] = (None, "it ended without a result")
+    return [results.get(pipe, (None, HUNG)) for pipe in pipes]
 
 
 def fork_server() -> ForkServerContext:
@@ -203,9 +205,9 @@ def _child(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> N
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
-        said = pickle.dumps((fn(*args), ""))
+        result = pickle.dumps((fn(*args), ""))
     except BaseException:  # noqa: BLE001 - its parent reports it
-        said = pickle.dumps((None, traceback.format_exc()))
-    pipe.send_bytes(said)
+        result = pickle.dumps((None, traceback.format_exc()))
+    pipe.send_bytes(result)
     atexit._run_exitfuncs()  # which Python leaves out in a process that was forked
-    raise SystemExit(bool(pickle.loads(said)[1]))
+    raise SystemExit(bool(pickle.loads(result)[1]))

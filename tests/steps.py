@@ -98,12 +98,12 @@ class Recorder:
 class Taken:
     """A step: the schedule just before it, and what happened."""
 
-    said: tuple[Event, ...]
+    listed: tuple[Event, ...]
     done: tuple[Event, ...]
 
     @property
     def follows(self) -> bool:
-        return self.done == self.said
+        return self.done == self.listed
 
     @property
     def on_demand(self) -> list[Event]:
@@ -127,9 +127,9 @@ def play(
         comm.counters.reset()
         recorder, taken = Recorder(sharded), []
         for step, truth in zip(steps, truths, strict=True):
-            said = sharded.schedule.events
+            listed = sharded.schedule.events
             step(mine, batches[comm.rank])
-            taken.append(Taken(said, recorder.take()))
+            taken.append(Taken(listed, recorder.take()))
             assert_gradients(mine, truth)
             assert_at_rest(sharded)
             mine.zero_grad()

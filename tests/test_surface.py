@@ -99,13 +99,13 @@ class Source:
     @cached_property
     def imports(self) -> set[str]:
         """Dotted names; ``from a import b`` counts as ``a.b``, and relative ones are resolved."""
-        found: set[str] = set()
+        dotted: set[str] = set()
         for node in self.nodes:
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                dotted |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                found |= {f"{self._origin(node)}.{alias.name}" for alias in node.names}
-        return found
+                dotted |= {f"{self._origin(node)}.{alias.name}" for alias in node.names}
+        return dotted
 
     def _origin(self, node: ast.ImportFrom) -> str:
         if node.level == 0:
@@ -229,21 +229,21 @@ def peers_of_a_plan(source: Source) -> list[str]:
     """A plan is of ranks that need not exist: it knows their numbers, and no communicator."""
     of_comm = {name for name in source.imports if name.startswith("shardwise.comm.")}
     known = {name for name in of_comm if name.split(".")[2] in NUMBERS_OF_COMM}
-    found = of_comm - known if source.within == "plan" else set()
-    return [f"{source.name} imports {name}" for name in sorted(found)]
+    wrong = of_comm - known if source.within == "plan" else set()
+    return [f"{source.name} imports {name}" for name in sorted(wrong)]
 
 
 def torch_distributed(source: Source) -> list[str]:
     """By import in any spelling, and by reaching through ``torch.distributed``."""
     if under(source.name, MAY_IMPORT_TORCH_DISTRIBUTED):
         return []
-    found = {name for name in source.imports if f"{name}.".startswith("torch.distributed.")}
-    found |= {
+    wrong = {name for name in source.imports if f"{name}.".startswith("torch.distributed.")}
+    wrong |= {
         f"torch.distributed (line {node.lineno})"
         for node in source.nodes
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
     }
-    return [f"{source.name} uses {name}" for name in sorted(found)]
+    return [f"{source.name} uses {name}" for name in sorted(wrong)]
 
 
 def calls_of_one_vendor(source: Source) -> list[str]:
@@ -268,18 +268,18 @@ def prints(source: Source) -> list[str]:
     """Writing to the terminal, or importing what does."""
     if source.within == "cli":
         return []
-    found = [
+    lines = [
         f"{source.name}:{node.lineno} calls print"
         for node in source.nodes
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "pprint"}
     ]
-    found += [
+    lines += [
         f"{source.name}:{node.lineno} reaches for {ast.unparse(node)}"
         for node in source.nodes
         if isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"}
     ]
     tools = {name.split(".")[0] for name in source.imports} & {"click", "rich"}
-    return found + [f"{source.name} imports {name}" for name in sorted(tools)]
+    return lines + [f"{source.name} imports {name}" for name in sorted(tools)]
 
 
 def names_that_explain_nothing(source: Source) -> list[str]:
@@ -330,13 +330,13 @@ def without_annotations(source: Source) -> list[str]:
 def without_docstring(source: Source) -> list[str]:
     """The module, and its public functions and classes."""
     module = ast.parse(source.text)
-    found = [] if ast.get_docstring(module) else [source.name]
+    places = [] if ast.get_docstring(module) else [source.name]
     for node in module.body:
         if not isinstance(node, Function | ast.ClassDef):
             continue
         if not node.name.startswith("_") and not ast.get_docstring(node):
-            found.append(f"{source.name}:{node.lineno} {node.name}")
-    return found
+            places.append(f"{source.name}:{node.lineno} {node.name}")
+    return places
 
 
 def headless_docstrings(source: Source) -> list[str]:

@@ -176,10 +176,10 @@ def test_a_flat_tensor_is_split_into_views() -> None:
 
 def test_one_call_serves_many_tensors() -> None:
     """Else small gradients would cost a call each."""
-    ours, theirs = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
-    internals.foreach_copy_(ours, theirs)
-    internals.foreach_mul_(ours, 2.0)
-    assert [float(norm) for norm in internals.foreach_norm(ours, 1)] == [4, 6]
+    written, read = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    internals.foreach_copy_(written, read)
+    internals.foreach_mul_(written, 2.0)
+    assert [float(norm) for norm in internals.foreach_norm(written, 1)] == [4, 6]
 
 
 def test_the_fused_optimizer_takes_flat_tensors() -> None:
@@ -442,8 +442,8 @@ def test_hooks_on_a_gradient_are_seen() -> None:
     assert not internals.hooks_of(leaf)
 
 
-@pytest.mark.parametrize("asked", ["everything", "the leaf", "another leaf"])
-def test_the_engine_tells_what_a_pass_executes(asked: str) -> None:
+@pytest.mark.parametrize("passes_to", ["everything", "the leaf", "another leaf"])
+def test_the_engine_tells_what_a_pass_executes(passes_to: str) -> None:
     """Else ``autograd.grad`` would hand out this rank's gradient of a parameter in silence."""
     leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     answers: list[object] = []
@@ -456,12 +456,12 @@ def test_the_engine_tells_what_a_pass_executes(asked: str) -> None:
 
     product = leaf * other
     product.register_hook(hook)
-    if asked == "everything":
+    if passes_to == "everything":
         product.sum().backward()
     else:
-        torch.autograd.grad(product.sum(), leaf if asked == "the leaf" else other)
+        torch.autograd.grad(product.sum(), leaf if passes_to == "the leaf" else other)
     expected = {"everything": True, "the leaf": "handed out", "another leaf": False}
-    assert answers == [expected[asked]]
+    assert answers == [expected[passes_to]]
 
 
 def test_hooks_after_accumulation_are_called_in_the_order_of_their_dict() -> None:
@@ -571,23 +571,23 @@ def test_attention_in_one_kernel_keeps_no_scores() -> None:
 
 def test_code_that_was_compiled_looks_at_the_data_of_parameters_and_writes_nothing() -> None:
     """Without it one rank that compiles alone seems to have written to its parameters."""
-    asked: list[bool] = []
+    answers: list[bool] = []
 
-    class Asked(nn.Parameter):
+    class AskingParameter(nn.Parameter):
         __torch_function__: Any = internals.NO_TORCH_FUNCTION
 
         @property
         def data(self) -> Tensor:  # type: ignore[override]
-            asked.append(internals.read_by_compiled_code())
+            answers.append(internals.read_by_compiled_code())
             return internals.get_data(self)
 
-    weight = Asked(torch.ones(2, 2))
+    weight = AskingParameter(torch.ones(2, 2))
 
     def multiplied(x: Tensor) -> Tensor:
         return x @ weight
 
     compiled: Any = torch.compile(multiplied, backend="aot_eager")
     assert compiled(torch.ones(2, 2)).sum() == 8
-    assert all(asked)
+    assert all(answers)
     assert weight.data.sum() == 4  # asked by a test, which could write to it
-    assert not asked[-1]
+    assert not answers[-1]

@@ -49,8 +49,8 @@ class Written(TorchDispatchMode):
     def into(self, *tensors: Tensor) -> dict[str, int]:
         """Bytes by operator, written into the storages of ``tensors``."""
         homes = {storage(tensor) for tensor in tensors}
-        found: Counter[str] = Counter()
+        nbytes_by_op: Counter[str] = Counter()
         for (home, name), nbytes in self.nbytes.items():
             if home in homes and nbytes:
-                found[name] += nbytes
-        return dict(found)
+                nbytes_by_op[name] += nbytes
+        return dict(nbytes_by_op)

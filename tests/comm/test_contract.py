@@ -108,9 +108,9 @@ def test_native_calls_keep_the_law(law: Law, world: int) -> None:
 @pytest.mark.parametrize("transport", ["messages", "memory"])
 def test_threads_and_processes_give_the_same_bits(transport: str, world: int) -> None:
     by_threads = run_threads(world, keep, LAWS)
-    for threads, there in zip(by_threads, processes(world, transport), strict=True):
+    for threads, results in zip(by_threads, processes(world, transport), strict=True):
         for law, (came_out, _) in threads.items():
-            assert came_out == there[law][0], law
+            assert came_out == results[law][0], law
 
 
 def test_the_order_of_summation_shows_in_these_values() -> None:

@@ -138,8 +138,8 @@ def _flags(address: int) -> str:
     """Of the mapping that holds this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
         elif inside and line.startswith("VmFlags"):
             return line
     return ""

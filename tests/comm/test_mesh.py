@@ -170,14 +170,14 @@ def test_an_error_on_an_axis_names_its_ranks_by_their_numbers_among_all() -> Non
 
 
 def test_a_rank_that_ended_before_an_axis_was_made_has_left_it() -> None:
-    gone = Event()
+    closed = Event()
 
     def rank(comm: Comm) -> str:
         if comm.rank == 3:
             comm.close("it had enough")
-            gone.set()
+            closed.set()
             return ""
-        assert gone.wait(10)
+        assert closed.wait(10)
         replicate, _ = comm.axes(2, 2)
         do = partial(replicate.gather_rows, torch.ones(1), Label("demo"))
         return error_text(RanksDisagree, do) if comm.rank == 1 else ""
@@ -276,6 +276,6 @@ def test_a_host_shares_memory_and_hosts_send_messages() -> None:
         row = [0, 1] if rank < 2 else [2, 3]
         column = [rank % 2, rank % 2 + 2]
         kinds = ["GlooComm", "GlooComm", "SharedMemoryComm"]
-        *found, state = outcome.value
-        assert found == [*kinds, column, row, [2, 2]]
+        *names, state = outcome.value
+        assert names == [*kinds, column, row, [2, 2]]
         assert equal(state, expected)

@@ -185,15 +185,15 @@ class Backend(FakeComm):
     def __init__(self, has_average: bool) -> None:
         super().__init__(0, 2)
         self.has_average = has_average
-        self.asked: list[bool] = []
+        self.averages: list[bool] = []
 
     def reduce_scatter(self, out: Tensor, full: Tensor, average: bool, label: Label) -> Pending:
-        self.asked.append(average)
+        self.averages.append(average)
         return Late(out, [full[: out.numel()] * (1 if average else 2)])
 
 
 @pytest.mark.parametrize(
-    ("has_average", "reduction", "asked"),
+    ("has_average", "reduction", "averages"),
     [
         (True, Reduction(FP32, FP32, "avg"), [True]),
         (False, Reduction(FP32, FP32, "avg"), [False]),
@@ -202,11 +202,11 @@ class Backend(FakeComm):
     ],
 )
 def test_a_backend_sums_where_one_dtype_travels_and_averages_where_it_can(
-    has_average: bool, reduction: Reduction, asked: list[bool]
+    has_average: bool, reduction: Reduction, averages: list[bool]
 ) -> None:
     comm = Backend(has_average)
     _, out, pending = reduction.start(torch.full((4,), 3.0), comm, Label("reduce"))
     for _ in range(2):  # the second time is free
         pending.wait()
     assert out.tolist() == [3.0, 3.0]
-    assert comm.asked == asked
+    assert comm.averages == averages

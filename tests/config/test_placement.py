@@ -22,8 +22,8 @@ FOLLOWS = {  # splits, splits copies, resident, frees, hybrid, words
 @pytest.mark.parametrize("name", FOLLOWS)
 def test_where_things_live_says_what_is_kept_and_what_is_freed(name: str) -> None:
     one = placement_of(name)
-    found = (one.splits, one.splits_copies, one.resident, one.frees, one.hybrid, one.words)
-    assert found == FOLLOWS[name]
+    facts = (one.splits, one.splits_copies, one.resident, one.frees, one.hybrid, one.words)
+    assert facts == FOLLOWS[name]
 
 
 @pytest.mark.parametrize(

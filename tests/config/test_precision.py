@@ -94,8 +94,8 @@ def test_each_tensor_of_a_step_has_the_dtype_that_was_asked_for(strategy: str, w
         assert (out["y"].dtype, out["ids"].dtype) == (FP64, torch.int64)
         watched.allocated.clear()
         out["y"].sum().backward()
-        asked = {memory.dtype for memory in watched.allocated}
-        assert asked >= ({FP16} if world == 1 else {FP16, FP64})
+        dtypes = {memory.dtype for memory in watched.allocated}
+        assert dtypes >= ({FP16} if world == 1 else {FP16, FP64})
         optimizer.step()
         [bucket] = sharded.buckets
         assert (bucket.shard.dtype, bucket.full.dtype) == (FP32, BF16)
@@ -121,14 +121,14 @@ def test_bf16_compute_on_fp32_shards_stays_close_to_fp32_and_trains_the_fp32_mas
 
     def losses(model: nn.Module) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = []
+        values = []
         for _ in range(5):
             value = loss(model, decoder_batch(0, 4))
             value.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(value.item())
-        return found
+            values.append(value.item())
+        return values
 
     narrow = run_threads(2, rank)[0]
     wide = losses(plain)
@@ -228,18 +228,18 @@ def gradients_with(precision: Precision, world: int, strategy: str) -> tuple[lis
         sw.shard(model, strategy, sw.wrap.whole(), comm, precision=precision)
         comm.counters.reset()
         train(model, (numbers(comm.rank, (5, 64)), numbers(comm.rank + 9, (5, 16))))
-        found = {}
+        whole_gradients = {}
         for name, param in model.named_parameters():
             sharding = sharding_of(param)
             assert sharding is not None
             assert param.grad is not None
             whole = torch.zeros(sharding.shape.numel(), dtype=param.grad.dtype)
             whole[sharding.start : sharding.stop] = local(param.grad).flatten()
-            found[name] = whole
-        return found, comm.counters.bytes_sent["reduce"]
+            whole_gradients[name] = whole
+        return whole_gradients, comm.counters.bytes_sent["reduce"]
 
     ranks = run_threads(world, rank)
-    parts = [found["weight"] for found, _ in ranks]
+    parts = [whole_gradients["weight"] for whole_gradients, _ in ranks]
     whole = parts[0] if strategy == "no_shard" else torch.stack(parts).sum(0)
     return [whole], ranks[0][1]
 

@@ -44,19 +44,19 @@ def wide() -> nn.Module:
 
 
 def test_everything_is_listed(made: Path) -> None:
-    found = Catalogue.read(made)
+    catalogue = Catalogue.read(made)
     model = TIED.build()
-    assert (found.problems, found.strangers) == ((), ())
-    assert found.manifest is not None
-    assert set(found.groups) == {"model", "optimizer", "ranks"}
+    assert (catalogue.problems, catalogue.strangers) == ((), ())
+    assert catalogue.manifest is not None
+    assert set(catalogue.groups) == {"model", "optimizer", "ranks"}
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    stored = {name: place.shape for name, (_, place) in found.groups["model"].items()}
+    stored = {name: place.shape for name, (_, place) in catalogue.groups["model"].items()}
     assert shapes.items() <= stored.items()
-    assert set(found.aliases) == {n for n in model.state_dict() if n not in stored}
-    assert found.training is not None
-    assert found.training["optimizers"][0]["class"] == "AdamW"
-    assert found.scalars["optimizer"]["step/embed.weight"] == 2.0
-    note = next(file for file in found.files if file.name == "note.txt")
+    assert set(catalogue.aliases) == {n for n in model.state_dict() if n not in stored}
+    assert catalogue.training is not None
+    assert catalogue.training["optimizers"][0]["class"] == "AdamW"
+    assert catalogue.scalars["optimizer"]["step/embed.weight"] == 2.0
+    note = next(file for file in catalogue.files if file.name == "note.txt")
     assert (note.size, note.expected, note.blocks, note.is_whole) == (5, 5, 1, True)
 
 
@@ -65,9 +65,9 @@ def test_a_folder_of_somebody_else_needs_no_manifest(tmp_path: Path) -> None:
     save_file({"b": torch.zeros(2)}, tmp_path / "model-00002-of-00002.safetensors")
     weights = {f"{n}": f"model-0000{k}-of-00002.safetensors" for k, n in ((1, "a"), (2, "b"))}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    found = Catalogue.read(tmp_path)
-    assert (found.problems, found.manifest, found.training) == ((), None, None)
-    assert list(found.groups["model"]) == ["a", "b"]
+    catalogue = Catalogue.read(tmp_path)
+    assert (catalogue.problems, catalogue.manifest, catalogue.training) == ((), None, None)
+    assert list(catalogue.groups["model"]) == ["a", "b"]
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     (problem,) = Catalogue.read(tmp_path).problems
     assert "model-00002-of-00002.safetensors is missing" in problem
@@ -75,8 +75,8 @@ def test_a_folder_of_somebody_else_needs_no_manifest(tmp_path: Path) -> None:
 
 def test_one_file_is_a_catalogue_of_its_own(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "x.safetensors")
-    found = Catalogue.read(tmp_path / "x.safetensors")
-    assert list(found.groups["model"]) == ["a"]
+    catalogue = Catalogue.read(tmp_path / "x.safetensors")
+    assert list(catalogue.groups["model"]) == ["a"]
     (tmp_path / "x.safetensors").write_bytes(b"nothing of the kind")
     assert (
         "x.safetensors is not a complete safetensors file"
@@ -104,13 +104,13 @@ def test_what_is_left_of_a_broken_checkpoint_is_still_listed(folder: Path) -> No
     first.unlink()
     cut = min(folder.glob("training/ranks-*.safetensors"))
     os.truncate(cut, 50)
-    found = Catalogue.read(folder)
-    assert "is missing" in found.problems[0]
-    sizes = {file.name: file.size for file in found.files}
+    catalogue = Catalogue.read(folder)
+    assert "is missing" in catalogue.problems[0]
+    sizes = {file.name: file.size for file in catalogue.files}
     assert sizes[first.name] is None
-    assert any(file == second.name for file, _ in found.groups["model"].values())
-    assert not any(file == first.name for file, _ in found.groups["model"].values())
-    assert any(cut.name in problem for problem in found.problems[1:])
+    assert any(file == second.name for file, _ in catalogue.groups["model"].values())
+    assert not any(file == first.name for file, _ in catalogue.groups["model"].values())
+    assert any(cut.name in problem for problem in catalogue.problems[1:])
 
 
 @pytest.mark.parametrize("what", ["missing", "damaged"])
@@ -118,10 +118,10 @@ def test_without_its_manifest_a_checkpoint_is_not_complete(folder: Path, what: s
     path = folder / "manifest.json"
     data = path.read_bytes().replace(b"full_shard", b"no_shard")
     path.unlink() if what == "missing" else path.write_bytes(data)
-    found = Catalogue.read(folder)
-    assert found.manifest is None
-    assert "manifest.json" in found.problems[0]
-    assert len(found.groups["model"]) > 1
+    catalogue = Catalogue.read(folder)
+    assert catalogue.manifest is None
+    assert "manifest.json" in catalogue.problems[0]
+    assert len(catalogue.groups["model"]) > 1
 
 
 def test_a_half_written_folder_is_no_folder_of_somebody_else(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_files_that_do_not_belong_there_are_named(folder: Path) -> None:
 
 def test_a_whole_checkpoint_has_no_damage_and_all_of_it_is_read(made: Path) -> None:
     catalogue = Catalogue.read(made)
-    found = list(damage_of(catalogue))
-    assert [damage for _, damage in found if damage] == []
-    assert sum(nbytes for nbytes, _ in found) == sum(file.size or 0 for file in catalogue.files)
+    results = list(damage_of(catalogue))
+    assert [damage for _, damage in results if damage] == []
+    assert sum(nbytes for nbytes, _ in results) == sum(file.size or 0 for file in catalogue.files)
 
 
 def test_damage_names_file_and_tensors(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_damage_names_file_and_tensors(tmp_path: Path) -> None:
             byte = file.read(1)
             file.seek(at)
             file.write(bytes([byte[0] ^ 1]))
-    found = [damage for _, damage in damage_of(Catalogue.read(tmp_path / "step-1")) if damage]
-    assert found == [
+    damages = [damage for _, damage in damage_of(Catalogue.read(tmp_path / "step-1")) if damage]
+    assert damages == [
         Damage("model.safetensors", ("weight", "bias")),
     ]
 
@@ -210,11 +210,11 @@ def test_a_file_that_cannot_be_opened_is_one_damage_and_the_others_are_read(fold
     path = path if path.exists() else min(folder.glob("training/optimizer-*.safetensors"))
     path.rename(folder.parent / "elsewhere")
     path.symlink_to("../../elsewhere")
-    found = list(damage_of(catalogue))
-    (damage,) = [damage for _, damage in found if damage]
+    results = list(damage_of(catalogue))
+    (damage,) = [damage for _, damage in results if damage]
     assert damage.file == f"training/{path.name}"
     assert "link out of its folder" in damage.unreadable
-    assert sum(nbytes for nbytes, _ in found) == sum(file.size or 0 for file in catalogue.files)
+    assert sum(nbytes for nbytes, _ in results) == sum(file.size or 0 for file in catalogue.files)
 
 
 def test_a_manifest_that_ties_what_is_not_there_is_a_problem(folder: Path) -> None:

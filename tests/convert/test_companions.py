@@ -79,21 +79,21 @@ def test_one_file_that_is_called_as_a_model_s_brings_what_its_folder_holds(tmp_p
 def test_code_and_pickles_stay_where_they_are_and_are_named(tmp_path: Path) -> None:
     files = {"modeling.py": "code", "pytorch_model.bin": "pickle", "config.json": "{}"}
     saved(DECODER, 1, tmp_path / "of" / "ours", files=files)
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    save_file({"x": torch.ones(3)}, theirs / "model.safetensors")
+    foreign = tmp_path / "theirs"
+    foreign.mkdir()
+    save_file({"x": torch.ones(3)}, foreign / "model.safetensors")
     for name, text in files.items():
-        (theirs / name).write_text(text)
-    (theirs / "pytorch_model.bin.index.json").write_text("{}")
+        (foreign / name).write_text(text)
+    (foreign / "pytorch_model.bin.index.json").write_text("{}")
     for source, more in (
         (tmp_path / "of" / "ours", []),
-        (theirs, ["pytorch_model.bin.index.json"]),
+        (foreign, ["pytorch_model.bin.index.json"]),
     ):
         result = exported(source, tmp_path / f"out-{source.name}")
         assert result.small == ("config.json",)
         assert list(result.left_out) == ["modeling.py", "pytorch_model.bin", *more]
-        there = {path.name for path in result.path.iterdir()}
-        assert there == {"config.json", "manifest.json", "model.safetensors"}
+        names = {path.name for path in result.path.iterdir()}
+        assert names == {"config.json", "manifest.json", "model.safetensors"}
 
 
 def test_a_file_that_is_not_small_stays_where_it_is(

@@ -21,22 +21,22 @@ from shardwise.convert import dcp_export as exported
 from shardwise.convert.dcp_export import export_dcp
 from shardwise.convert.dcp_import import import_checkpoint
 from tests.checkpoint.runs import tensors
-from tests.convert import theirs
+from tests.convert import torch_files
 from tests.convert.test_dcp_import import assert_same, values
-from tests.convert.theirs import Told, adamw, net
+from tests.convert.torch_files import WholeState, adamw, net
 from tests.copies import on_ranks
 from tests.nets import NETS
 
 TIED = NETS[1]
 
 
-def saved(path: Path, world: int = 3) -> Told:
+def saved(path: Path, world: int = 3) -> WholeState:
     """Two steps on ``world`` ranks, as a checkpoint and as whole tensors."""
 
-    def rank(comm: Comm, model: nn.Module) -> Told:
+    def rank(comm: Comm, model: nn.Module) -> WholeState:
         sharded = sw.shard(model, comm=comm)
         optimizer = adamw(model)
-        theirs.steps(model, optimizer)
+        torch_files.steps(model, optimizer)
         sharded.save(path, optimizer, sw.Training(step=2))
         return sharded.state_dict(), sharded.optimizer_state_dict(optimizer)
 
@@ -47,7 +47,7 @@ def test_fsdp2_loads_model_and_optimizer(tmp_path: Path) -> None:
     ours = saved(tmp_path / "step-2")
     made = export_dcp(tmp_path / "step-2", tmp_path / "dcp")
     assert (made.path, made.tensors) == (tmp_path / "dcp", 9 + 3 * 6)
-    torchs = values(2, theirs.fsdp2_loads, str(tmp_path))
+    torchs = values(2, torch_files.fsdp2_loads, str(tmp_path))
     assert_same(ours, torchs[0])  # torch gathers on rank 0 alone
 
 

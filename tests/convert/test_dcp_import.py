@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.convert.dcp_import import _config, import_checkpoint
-from tests.convert import theirs
-from tests.convert.theirs import Told, adamw, net
+from tests.convert import torch_files
+from tests.convert.torch_files import WholeState, adamw, net
 from tests.copies import on_ranks
 from tests.ranks import outcomes_of
 
@@ -28,16 +28,16 @@ def values(world: int, fn: Any, *args: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WholeState]:
     """A folder with what FSDP2 and FSDP1 saved on two ranks, and what it was."""
     run = tmp_path_factory.mktemp("fsdp")
-    return run, values(2, theirs.fsdp_saves, str(run))[0]
+    return run, values(2, torch_files.fsdp_saves, str(run))[0]
 
 
-def loaded(folder: Path, world: int) -> Told:
+def loaded(folder: Path, world: int) -> WholeState:
     """Model and optimizer on ``world`` ranks, with other values before, as whole tensors."""
 
-    def rank(comm: Comm, model: nn.Module) -> Told:
+    def rank(comm: Comm, model: nn.Module) -> WholeState:
         sharded = sw.shard(model, comm=comm)
         optimizer = adamw(model)
         sharded.load(folder, optimizer)
@@ -46,7 +46,7 @@ def loaded(folder: Path, world: int) -> Told:
     return on_ranks(world, lambda: net(seed=7), rank)[0]
 
 
-def assert_same(ours: Told, torchs: Told) -> None:
+def assert_same(ours: WholeState, torchs: WholeState) -> None:
     states, optim = torchs
     assert list(ours[0]) == list(states)
     for name, value in states.items():
@@ -59,7 +59,7 @@ def assert_same(ours: Told, torchs: Told) -> None:
         assert ours[1]["param_groups"][0][key] == optim["param_groups"][0][key]
 
 
-def test_fsdp2s_dcp_folder(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+def test_fsdp2s_dcp_folder(fsdp: tuple[Path, WholeState], tmp_path: Path) -> None:
     run, torchs = fsdp
     made = import_checkpoint(run / "dcp", tmp_path / "step-2")
     assert made.path == tmp_path / "step-2"
@@ -69,20 +69,24 @@ def test_fsdp2s_dcp_folder(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
     assert json.loads((made.path / "training.json").read_text())["step"] == 2
 
 
-def test_an_optimizer_flattened_by_torch(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+def test_an_optimizer_flattened_by_torch(fsdp: tuple[Path, WholeState], tmp_path: Path) -> None:
     run, torchs = fsdp
     import_checkpoint(run / "flat", tmp_path / "step-2")
     assert_same(loaded(tmp_path / "step-2", 2), torchs)
 
 
-def test_model_and_optimizer_of_fsdp1_in_one_file(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+def test_model_and_optimizer_of_fsdp1_in_one_file(
+    fsdp: tuple[Path, WholeState], tmp_path: Path
+) -> None:
     made = import_checkpoint(fsdp[0] / "both.pt", tmp_path / "step-2")
     whole = torch.load(fsdp[0] / "both.pt", weights_only=True)
     assert_same(loaded(made.path, 2), (whole["model"], whole["optim"]))
     assert made.left_out == ("epoch",)
 
 
-def test_model_and_optimizer_of_fsdp1_in_two_files(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+def test_model_and_optimizer_of_fsdp1_in_two_files(
+    fsdp: tuple[Path, WholeState], tmp_path: Path
+) -> None:
     pair = [fsdp[0] / "pytorch_model_fsdp.bin", fsdp[0] / "optimizer.bin"]
     made = import_checkpoint(pair, tmp_path / "step-2")
     whole = torch.load(fsdp[0] / "both.pt", weights_only=True)
@@ -90,7 +94,7 @@ def test_model_and_optimizer_of_fsdp1_in_two_files(fsdp: tuple[Path, Told], tmp_
 
 
 def test_a_script_of_ddp_with_a_plain_optimizer(tmp_path: Path) -> None:
-    torchs = theirs.ddp_saves(tmp_path / "last.pt", numbered=True)
+    torchs = torch_files.ddp_saves(tmp_path / "last.pt", numbered=True)
     made = import_checkpoint(tmp_path / "last.pt", tmp_path / "step-2")
     assert made.left_out == ()
     assert_same(loaded(made.path, 2), torchs)
@@ -132,25 +136,27 @@ def test_moments_go_to_the_parameters_that_the_groups_name(tmp_path: Path) -> No
     states = {"model": model.state_dict(), "optimizer": made.state_dict()}
     torch.save(states, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "out")
-    told = load_file(tmp_path / "out" / "training/optimizer.safetensors")
+    moments = load_file(tmp_path / "out" / "training/optimizer.safetensors")
     for name, param in model.named_parameters():
-        assert torch.equal(told[f"exp_avg/{name}"], made.state[param]["exp_avg"]), name
+        assert torch.equal(moments[f"exp_avg/{name}"], made.state[param]["exp_avg"]), name
 
 
 def test_a_class_that_it_does_not_tell_must_be_named(tmp_path: Path) -> None:
     model = net()
     made = torch.optim.RMSprop(model.parameters())
-    theirs.steps(model, made)
+    torch_files.steps(model, made)
     torch.save({"model": model.state_dict(), "optimizer": made.state_dict()}, tmp_path / "a.pt")
     with pytest.raises(sw.CheckpointError, match="--optimizer-class AdamW"):
         import_checkpoint(tmp_path / "a.pt", tmp_path / "step-2")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     import_checkpoint(tmp_path / "a.pt", tmp_path / "step-2", optimizer="RMSprop")
-    told = json.loads((tmp_path / "step-2" / "training.json").read_text())
-    assert told["optimizers"][0]["class"] == "RMSprop"
+    training = json.loads((tmp_path / "step-2" / "training.json").read_text())
+    assert training["optimizers"][0]["class"] == "RMSprop"
 
 
-def test_a_broken_dcp_folder_leaves_nothing_behind(fsdp: tuple[Path, Told], tmp_path: Path) -> None:
+def test_a_broken_dcp_folder_leaves_nothing_behind(
+    fsdp: tuple[Path, WholeState], tmp_path: Path
+) -> None:
     broken = tmp_path / "dcp"
     shutil.copytree(fsdp[0] / "dcp", broken)
     cut = max(broken.glob("*.distcp"), key=lambda path: path.stat().st_size)

@@ -70,11 +70,11 @@ def test_weights_alone_do_not_replace_training_state(made: Path, tmp_path: Path)
     exported(made, tmp_path / "out", with_optimizer=True, overwrite=True)
 
 
-@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("exists", [True, False])
 def test_a_link_is_refused_before_anything_is_written(
-    made: Path, tmp_path: Path, there: bool
+    made: Path, tmp_path: Path, exists: bool
 ) -> None:
-    if there:
+    if exists:
         (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "link"
     link.symlink_to("elsewhere")

@@ -62,9 +62,9 @@ def test_one_file_becomes_many_as_hugging_face_names_them(made: Path, tmp_path: 
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(result.files)
     for name in result.files:
-        found = load_file(tmp_path / "many" / name)
-        assert sum(value.nbytes for value in found.values()) <= 5_000 or len(found) == 1
-        assert all(index["weight_map"][tensor] == name for tensor in found)
+        in_file = load_file(tmp_path / "many" / name)
+        assert sum(value.nbytes for value in in_file.values()) <= 5_000 or len(in_file) == 1
+        assert all(index["weight_map"][tensor] == name for tensor in in_file)
     assert same(tensors(tmp_path / "many", "model"), tensors(made, "model"))
 
 
@@ -83,8 +83,8 @@ def test_halves_are_rounded_to_even(tmp_path: Path) -> None:
     values = torch.tensor([1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20])
     save_file({"x": values}, tmp_path / "model.safetensors")
     exported(tmp_path, tmp_path / "out", dtype=torch.bfloat16)
-    found = load_file(tmp_path / "out" / "model.safetensors")["x"]
-    assert found.tolist() == [1.0, 1 + 2 / 128, 1 + 1 / 128]
+    rounded = load_file(tmp_path / "out" / "model.safetensors")["x"]
+    assert rounded.tolist() == [1.0, 1 + 2 / 128, 1 + 1 / 128]
 
 
 def test_only_floating_point_is_cast(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_only_floating_point_is_cast(tmp_path: Path) -> None:
     }
     save_file(values, tmp_path / "model.safetensors")
     result = exported(tmp_path, tmp_path / "out", dtype=torch.bfloat16)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert {n: v.dtype for n, v in found.items()} == {
+    cast = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n: v.dtype for n, v in cast.items()} == {
         "ids": torch.int64,
         "mask": torch.bool,
         "eight": torch.float8_e4m3fn,
@@ -106,7 +106,7 @@ def test_only_floating_point_is_cast(tmp_path: Path) -> None:
         "one": torch.bfloat16,
     }
     assert set(result.cast) == {"none", "one"}
-    assert torch.equal(found["ids"], values["ids"])
+    assert torch.equal(cast["ids"], values["ids"])
 
 
 def test_a_value_that_would_become_infinite_is_an_error(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_a_checkpoint_is_never_written_over_or_into_itself(made: Path, tmp_path:
 
 def test_weights_alone_say_that_one_process_wrote_them(made: Path, tmp_path: Path) -> None:
     exported(made, tmp_path / "out")
-    found = check_complete(tmp_path / "out")
-    assert (found.world, found.strategy, found.kind) == (1, "export", "full")
+    manifest = check_complete(tmp_path / "out")
+    assert (manifest.world, manifest.strategy, manifest.kind) == (1, "export", "full")
     exported(made, tmp_path / "whole", with_optimizer=True)
     assert check_complete(tmp_path / "whole").world == 2
 

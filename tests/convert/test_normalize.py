@@ -17,7 +17,7 @@ from shardwise.convert.normalize import (
     records,
 )
 from shardwise.convert.torch_reader import Tree, _tree
-from tests.convert.theirs import Net, adamw, net, steps, told
+from tests.convert.torch_files import Net, adamw, net, steps, whole_state
 
 NAMES = [name for name, _ in Net().named_parameters()]
 
@@ -36,7 +36,7 @@ def trained(make: Any = torch.optim.AdamW, **options: Any) -> tuple[Net, torch.o
 
 
 def named(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return told(model, optimizer)[1]
+    return whole_state(model, optimizer)[1]
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_the_usual_keys_of_scripts(keys: tuple[str, str]) -> None:
     model, optimizer = trained()
     states = {keys[0]: model.state_dict(), keys[1]: named(model, optimizer)}
     for nested in (states, {"app": states}):
-        found = normalize([tree_of(nested)])
-        assert list(found.weights) == list(model.state_dict())
-        assert list(found.state) == NAMES
-        assert found.groups[0].params == NAMES
-        assert found.left_out == []
+        state = normalize([tree_of(nested)])
+        assert list(state.weights) == list(model.state_dict())
+        assert list(state.state) == NAMES
+        assert state.groups[0].params == NAMES
+        assert state.left_out == []
 
 
 def test_names_that_begin_like_a_key_stay_names() -> None:
@@ -77,11 +77,11 @@ def test_parts_of_names_that_wrappers_put_there(prefix: str) -> None:
 def test_an_optimizer_in_a_file_of_its_own() -> None:
     model, optimizer = trained()
     for states in (named(model, optimizer), optimizer.state_dict()):
-        found = normalize([tree_of(model.state_dict()), tree_of(states, "optimizer.pt")])
-        name_numbered(found)
-        assert list(found.state) == NAMES
-        assert found.groups[0].params == NAMES
-        assert found.groups[0].options["lr"] == 1e-3
+        state = normalize([tree_of(model.state_dict()), tree_of(states, "optimizer.pt")])
+        name_numbered(state)
+        assert list(state.state) == NAMES
+        assert state.groups[0].params == NAMES
+        assert state.groups[0].options["lr"] == 1e-3
 
 
 @pytest.mark.parametrize("key", ["step", "global_step", "iteration"])
@@ -91,8 +91,8 @@ def test_how_many_steps_were_taken(key: str) -> None:
 
 def test_steps_of_something_else_are_not_the_runs() -> None:
     states = {"step": 5, "model": net().state_dict(), "scheduler": {"step": 999}}
-    found = normalize([tree_of(states)])
-    assert (found.step, found.left_out) == (5, ["scheduler.step"])
+    state = normalize([tree_of(states)])
+    assert (state.step, state.left_out) == (5, ["scheduler.step"])
     assert normalize([tree_of({"model": net().state_dict(), "step": -1})]).step is None
 
 
@@ -152,12 +152,12 @@ def test_several_groups_by_the_names_that_they_give() -> None:
     optimizer = torch.optim.AdamW(groups)
     steps(model, optimizer)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    found = normalize([tree_of(states)])
-    name_numbered(found)
-    assert found.groups[0].params == [name for name, _ in rest[::-1]]
-    assert found.groups[1].params == ["up.weight", "up.bias"]
-    assert set(found.state) == set(NAMES)
-    assert all("param_names" not in g["options"] for g in records(found, "AdamW")[0]["groups"])
+    state = normalize([tree_of(states)])
+    name_numbered(state)
+    assert state.groups[0].params == [name for name, _ in rest[::-1]]
+    assert state.groups[1].params == ["up.weight", "up.bias"]
+    assert set(state.state) == set(NAMES)
+    assert all("param_names" not in g["options"] for g in records(state, "AdamW")[0]["groups"])
 
 
 def test_an_order_that_was_assumed_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -170,16 +170,16 @@ def test_an_order_that_was_assumed_is_said(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("owner", ["a", "b"])
 def test_state_by_name_must_fit_the_weight(owner: str) -> None:
     optim = {"state": {owner: {"exp_avg": torch.ones(7)}}, "param_groups": [{"params": ["a", "b"]}]}
-    found = normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+    state = normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])
     with pytest.raises(sw.CheckpointError, match=f"state of '{owner}', and there is no weight"):
-        name_numbered(found)
+        name_numbered(state)
 
 
 def test_state_of_a_number_that_no_group_has_is_refused() -> None:
     optim = {"state": {7: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-    found = normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+    state = normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])
     with pytest.raises(sw.CheckpointError, match="not sure"):
-        name_numbered(found)
+        name_numbered(state)
 
 
 def test_shapes_must_fit_the_order_of_numbers() -> None:
@@ -217,8 +217,8 @@ def test_a_class_that_keeps_the_same_as_adam_is_not_taken_for_it(make: Any) -> N
 def test_groups_that_were_flattened_are_put_together_again() -> None:
     model = net()
     flat = {f"param_groups.{name}.lr": 0.5 if "up" in name else 0.1 for name in NAMES}
-    found = normalize([tree_of({"model": model.state_dict(), "optim": flat})])
-    made = records(found, "SGD")[0]["groups"]
+    state = normalize([tree_of({"model": model.state_dict(), "optim": flat})])
+    made = records(state, "SGD")[0]["groups"]
     assert [group["options"] for group in made] == [{"lr": 0.5}, {"lr": 0.1}]
     assert [name for group in made for name in group["params"]] == NAMES
 

@@ -683,15 +683,15 @@ PAIRS += [("transformers", "accelerate"), ("plugin", "fsdp1"), ("fsdp_config", "
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 @settings(deadline=None, max_examples=8)
-@given(said_here=FSDP1_SAYS | FSDP2_SAYS)
+@given(fields=FSDP1_SAYS | FSDP2_SAYS)
 def test_what_both_dialects_have_keys_for_survives_the_way_there_and_back(
-    one: str, other: str, said_here: dict[str, Any]
+    one: str, other: str, fields: dict[str, Any]
 ) -> None:
-    policy = Policy(**said_here).settled()
+    policy = Policy(**fields).settled()
     assume(policy.wrap != "size" or policy.min_num_params)  # which is refused
     version = 2 if policy.replicate else 1
-    there = write(read(write(policy, one).tree, one).policy, other)
-    back = read(write(read(there.tree, other).policy, one).tree, one).policy
+    translated = write(read(write(policy, one).tree, one).policy, other)
+    back = read(write(read(translated.tree, other).policy, one).tree, one).policy
     both = written_fields(one, version) & written_fields(other, version)
     changed = {name for name in both if getattr(policy, name) != getattr(back, name)}
     assert changed - {"fsdp_version"} == set()

@@ -95,11 +95,11 @@ def test_every_variable_that_accelerate_sets_or_reads_for_fsdp_has_a_row() -> No
 
 def test_every_key_of_accelerates_file_has_a_row() -> None:
     keys = fields_of(source("accelerate", "commands/config/config_args.py"), "ClusterConfig")
-    asked = source("accelerate", "commands/config/cluster.py")
-    keys |= {f"fsdp_config.{key}" for key in re.findall(r'fsdp_config\["(\w+)"\]', asked)}
-    prefixed = re.findall(r'parallelism_config\[prefix \+ "(\w+)"\]', asked)
+    code = source("accelerate", "commands/config/cluster.py")
+    keys |= {f"fsdp_config.{key}" for key in re.findall(r'fsdp_config\["(\w+)"\]', code)}
+    prefixed = re.findall(r'parallelism_config\[prefix \+ "(\w+)"\]', code)
     keys |= {f"parallelism_config.parallelism_config_{key}" for key in prefixed}
-    dynamo = re.findall(r'dynamo_config\[prefix \+ "(\w+)"\]', asked)
+    dynamo = re.findall(r'dynamo_config\[prefix \+ "(\w+)"\]', code)
     keys |= {f"dynamo_config.dynamo_{key}" for key in dynamo}
     convertible = re.findall(r'"(fsdp_\w+)": ', source("accelerate", "commands/to_fsdp2.py"))
     keys |= {f"fsdp_config.{key}" for key in convertible}

@@ -19,12 +19,12 @@ PROGRAM, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), r
 def names(source: str, kind: type[ast.expr_context]) -> set[str]:
     """The names that are read, or given values, by imports and definitions, too."""
     nodes = list(ast.walk(ast.parse(source)))
-    found = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, kind)}
+    names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, kind)}
     if kind is ast.Store:
-        found |= {n.name for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+        names |= {n.name for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef)}
         aliases = [n for n in nodes if isinstance(n, ast.alias)]
-        found |= {(n.asname or n.name).partition(".")[0] for n in aliases}
-    return found
+        names |= {(n.asname or n.name).partition(".")[0] for n in aliases}
+    return names
 
 
 @pytest.mark.parametrize("block", BLOCKS)

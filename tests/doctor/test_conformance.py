@@ -79,5 +79,5 @@ def leaving_early(comm: Comm) -> list[Result]:
 
 
 def test_a_nan_is_never_within_a_tolerance() -> None:
-    found = torch.tensor([0.0, torch.nan])
-    assert max(0.1, conformance._error(found, torch.ones(2))) == torch.inf
+    sums = torch.tensor([0.0, torch.nan])
+    assert max(0.1, conformance._error(sums, torch.ones(2))) == torch.inf

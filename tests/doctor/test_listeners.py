@@ -23,8 +23,8 @@ def test_a_listener_of_this_process(
 ) -> None:
     with socket.create_server((address, 0), family=family) as server:
         port = server.getsockname()[1]
-        (found,) = [one for one in listeners([os.getpid()]) if one.port == port]
-    assert (found.pid, found.address, found.is_open) == (os.getpid(), address, is_open)
+        (listener,) = [one for one in listeners([os.getpid()]) if one.port == port]
+    assert (listener.pid, listener.address, listener.is_open) == (os.getpid(), address, is_open)
     assert not any(one.port == port for one in listeners([os.getpid()]))
 
 

@@ -72,9 +72,9 @@ def test_a_node_where_all_is_well(seen: Meets) -> None:
 def test_what_a_node_finds_on_its_own(
     seen: Meets, changes: dict[str, Any], what: str, change: str
 ) -> None:
-    (found,) = findings_before(replace(seen, **changes))
-    assert (found.what, found.change) == (what, change)
-    assert found.stops == ("TOKEN" not in what and "loopback" not in what)
+    (finding,) = findings_before(replace(seen, **changes))
+    assert (finding.what, finding.change) == (what, change)
+    assert finding.stops == ("TOKEN" not in what and "loopback" not in what)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_what_a_node_finds_on_its_own(
     ],
 )
 def test_why_a_node_cannot_reach_rank_0(problem: str, what: str, change: str) -> None:
-    found = unreached(SECOND, problem)
-    assert (found.what, found.change) == (what, change)
+    finding = unreached(SECOND, problem)
+    assert (finding.what, finding.change) == (what, change)
 
 
 # --- together --------------------------------------------------------------------------------
@@ -122,14 +122,14 @@ BETA = replace(ALPHA, rank=1, host="beta", address="10.0.0.3")
 LINKS = [Measured(0, 1, 1e-4, 1e9), Measured(1, 0, 1e-4, 1e9)]
 
 
-def found(
+def findings(
     beta: NodeFacts = BETA, links: list[Measured] = LINKS, sharing: tuple[int, ...] = (0, 1)
 ) -> list[Finding]:
     return findings_after([ALPHA, beta], links, sharing)
 
 
 def test_nodes_that_are_alike_are_fine() -> None:
-    assert found() == []
+    assert findings() == []
 
 
 @pytest.mark.parametrize(
@@ -182,18 +182,18 @@ def test_nodes_that_are_alike_are_fine() -> None:
 def test_what_differs_between_nodes(
     changes: dict[str, Any], what: str, change: str, stops: bool
 ) -> None:
-    (one,) = found(replace(BETA, **changes))
+    (one,) = findings(replace(BETA, **changes))
     assert (one.what, one.change, one.stops) == (what, change, stops)
 
 
 def test_a_folder_that_is_not_shared() -> None:
-    (one,) = found(sharing=(0,))
+    (one,) = findings(sharing=(0,))
     assert one.what == "/runs of alpha is not shared with beta (rank 1)"
     assert not one.stops
 
 
 def test_a_link_that_drops_packets_names_both_ends() -> None:
-    (one,) = found(links=[LINKS[0]._replace(problem="it does not answer"), LINKS[1]])
+    (one,) = findings(links=[LINKS[0]._replace(problem="it does not answer"), LINKS[1]])
     assert one.stops
     assert one.what == (
         "rank 1 on beta cannot be reached at 10.0.0.3 (eth0) from alpha: it does not answer"
@@ -203,14 +203,14 @@ def test_a_link_that_drops_packets_names_both_ends() -> None:
 
 def test_a_wrong_interface_names_the_variable_and_the_right_one() -> None:
     wrong = replace(BETA, interface="docker0", address="172.17.0.1", chosen={GLOO: "docker0"})
-    (one,) = found(wrong, [LINKS[0]._replace(problem="connection refused"), LINKS[1]])
+    (one,) = findings(wrong, [LINKS[0]._replace(problem="connection refused"), LINKS[1]])
     assert one.change == f"on beta: export {GLOO}=eth0"
     assert "as GLOO_SOCKET_IFNAME says, and eth0 leads to rank 0" in one.why
 
 
 def test_a_clock_and_a_slow_link() -> None:
     slow = LINKS[1]._replace(bandwidth=1e8)
-    clock, link = sorted(found(links=[LINKS[0]._replace(skew=-90.0), slow]))
+    clock, link = sorted(findings(links=[LINKS[0]._replace(skew=-90.0), slow]))
     assert (clock.what, clock.change) == (
         "the clock of beta is 90.0 s behind that of alpha",
         "on beta: timedatectl set-ntp true",

@@ -29,11 +29,11 @@ def test_two_ranks_of_one_host_examine_each_other(
 ) -> None:
     monkeypatch.setattr(meeting_module, "_meetings", iter([7] * 2))  # each "process" has its first
     monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a secret")
-    port, reports, told = free_port(), dict[int, Report](), list[Finding]()
+    port, reports, findings = free_port(), dict[int, Report](), list[Finding]()
 
     def rank(number: int) -> None:
         launch = Launch(number, 2, 0, "127.0.0.1", port)
-        reports[number] = examine(launch, 20.0, tmp_path, told.extend)
+        reports[number] = examine(launch, 20.0, tmp_path, findings.extend)
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for thread in ranks:
@@ -41,13 +41,13 @@ def test_two_ranks_of_one_host_examine_each_other(
     for thread in ranks:
         thread.join()
     first = reports[0]
-    assert told == []
+    assert findings == []
     assert [(link.source, link.target, link.problem) for link in first.links] == [
         (0, 1, ""),
         (1, 0, ""),
     ]
-    assert not [found for found in first.findings if found.stops]
-    assert not any("shared" in found.what for found in first.findings)
+    assert not [finding for finding in first.findings if finding.stops]
+    assert not any("shared" in finding.what for finding in first.findings)
     assert reports[1].links == first.links
     assert not any(tmp_path.iterdir())
     path = tmp_path / "nodes.json"
@@ -57,13 +57,13 @@ def test_two_ranks_of_one_host_examine_each_other(
 
 
 def test_a_port_that_another_program_has_is_told_before_anybody_waits(tmp_path: Path) -> None:
-    told = list[Finding]()
+    findings = list[Finding]()
     with socket.create_server(("127.0.0.1", 0)) as other:
         launch = Launch(0, 2, 0, "127.0.0.1", other.getsockname()[1])
         with pytest.raises(RanksDisagree):
-            examine(launch, 0.2, tmp_path, told.extend)
-    assert f"port {launch.port} of node-rank 0" in told[0].what
-    assert "is taken by " in told[0].what
+            examine(launch, 0.2, tmp_path, findings.extend)
+    assert f"port {launch.port} of node-rank 0" in findings[0].what
+    assert "is taken by " in findings[0].what
 
 
 # --- hosts that are network namespaces ---------------------------------------------------------

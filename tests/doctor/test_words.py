@@ -13,12 +13,12 @@ from shardwise.plan.units import wrap
 
 
 def test_words_of_the_documents_are_there() -> None:
-    for asked in ("All-Gather", "reduce scatter", "NCCL", "sharding", "FSDP", "DDP", "SPMD"):
-        assert find(asked).text
-    for asked in ("DeepSpeed", "unit", "bucket", "slot", "cue", "settle", "wrap", "residency"):
-        assert find(asked).text
-    for asked in ("tensor", "pipeline", "model_parallel", "ZeRO-2", "shard_grad_op", "mfu"):
-        assert find(asked).text
+    for name in ("All-Gather", "reduce scatter", "NCCL", "sharding", "FSDP", "DDP", "SPMD"):
+        assert find(name).text
+    for name in ("DeepSpeed", "unit", "bucket", "slot", "cue", "settle", "wrap", "residency"):
+        assert find(name).text
+    for name in ("tensor", "pipeline", "model_parallel", "ZeRO-2", "shard_grad_op", "mfu"):
+        assert find(name).text
 
 
 def test_a_word_that_is_not_there_is_answered_with_the_nearest() -> None:

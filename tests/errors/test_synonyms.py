@@ -45,10 +45,10 @@ def test_an_option_of_another_library_is_answered_by_what_it_is_here(
 
 
 def test_every_argument_of_fsdp_has_an_answer_or_is_ours() -> None:
-    asked = {
+    arguments = {
         name for f in (FullyShardedDataParallel, fully_shard) for name in signature(f).parameters
     }
-    unknown = asked - OURS - {"module"}
+    unknown = arguments - OURS - {"module"}
     assert [name for name in sorted(unknown) if not option_hint(name)] == []
 
 

@@ -33,7 +33,9 @@ def text(folder: Path) -> Path:
 def chats(folder: Path) -> Path:
     def row(number: int) -> str:
         turns = ("user", f"what is {number}"), ("assistant", f"it is {number * number}")
-        return json.dumps({"messages": [{"role": role, "content": said} for role, said in turns]})
+        return json.dumps(
+            {"messages": [{"role": role, "content": content} for role, content in turns]}
+        )
 
     path = folder / "chats.jsonl"
     path.write_text("\n".join(map(row, range(24))), "utf-8")
@@ -55,15 +57,15 @@ def with_their_line(program: Path, folder: Path) -> Path:
 
 def compared(program: str, folder: Path, *options: object) -> Path:
     """Run it on two ranks, and on one process with their line; the folder that ours wrote."""
-    ours, theirs = folder / "ours", folder / "theirs"
+    sharded, plain = folder / "ours", folder / "theirs"
     given = ("--model_name_or_path", tiny("llama", folder / "llama"), *options, *COMMON)
     batch = "--per_device_train_batch_size"
-    torchrun(EXAMPLES / program, *given, "--output_dir", ours, batch, 2, folder=folder)
+    torchrun(EXAMPLES / program, *given, "--output_dir", sharded, batch, 2, folder=folder)
     plain = with_their_line(EXAMPLES / program, folder)
-    run(plain, *given, "--output_dir", theirs, batch, 4, folder=folder)
-    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-4)
-    assert len(losses(ours)) == 3
-    return ours
+    run(plain, *given, "--output_dir", plain, batch, 4, folder=folder)
+    assert losses(sharded) == pytest.approx(losses(plain), rel=1e-4)
+    assert len(losses(sharded)) == 3
+    return sharded
 
 
 @forked

@@ -69,7 +69,7 @@ def numbers(text: str) -> list[float]:
 def one_process(orders: list[list[list[int]]]) -> list[float]:
     """The same training, of both ranks' batches together; epoch and loss, twice, and the test."""
     train, test = images(8).tensors, images(7).tensors
-    model, found = net(), list[float]()
+    model, printed = net(), list[float]()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     for epoch in (1, 2):
         total = 0.0
@@ -80,10 +80,10 @@ def one_process(orders: list[list[list[int]]]) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             total += loss.item()
-        found += [epoch, total / 8]
+        printed += [epoch, total / 8]
     output = model.eval()(test[0])
     right = int(output.argmax(1).eq(test[1]).sum())
-    return [*found, F.nll_loss(output, test[1]).item(), right, 7, 100 * right / 7]
+    return [*printed, F.nll_loss(output, test[1]).item(), right, 7, 100 * right / 7]
 
 
 @pytest.mark.spawn
@@ -179,8 +179,8 @@ def test_the_built_in_digits() -> None:
 def test_the_options_are_the_documents() -> None:
     options = vars(mnist.parse_args([]))
     ours = {"data": Path("../data"), "wrap": "size"}
-    theirs = {"batch_size": 64, "test_batch_size": 1000, "epochs": 10, "lr": 1.0, "gamma": 0.7}
-    assert options == {**ours, **theirs, "no_cuda": False, "seed": 1, "save_model": False}
+    documented = {"batch_size": 64, "test_batch_size": 1000, "epochs": 10, "lr": 1.0, "gamma": 0.7}
+    assert options == {**ours, **documented, "no_cuda": False, "seed": 1, "save_model": False}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ RECIPE = EXAMPLES.parent / "recipes" / "pretrain-150m-c4.yaml"
 
 
 def losses(lines: list[str]) -> dict[int, float]:
-    found = (re.match(r"step: (\d+)  loss (\S+)  grad norm", line) for line in lines)
-    return {int(match[1]): float(match[2]) for match in found if match}
+    matches = (re.match(r"step: (\d+)  loss (\S+)  grad norm", line) for line in lines)
+    return {int(match[1]): float(match[2]) for match in matches if match}
 
 
 @pytest.mark.spawn

@@ -101,8 +101,8 @@ def saved(
         save_adapter(sharded, folder)
         return sharded.state_dict(), answer(model)
 
-    found: tuple[dict[str, Tensor], Tensor] = on_ranks(config, rank, world=world)[0]
-    return found
+    first: tuple[dict[str, Tensor], Tensor] = on_ranks(config, rank, world=world)[0]
+    return first
 
 
 CONFIGS = {"linears": lora(), "and the head": lora(modules_to_save=["lm_head"])}
@@ -113,7 +113,7 @@ CONFIGS = {"linears": lora(), "and the head": lora(modules_to_save=["lm_head"])}
 def test_the_adapters_folder_is_complete_and_plain_peft_loads_it(
     config: peft.LoraConfig, world: int, tmp_path: Path
 ) -> None:
-    states, told = saved(config, tmp_path, world)
+    states, logits = saved(config, tmp_path, world)
     stored = load_file(tmp_path / "adapter_model.safetensors")
     plain = adapted(config)
     expected = get_peft_model_state_dict(plain, state_dict=states, save_embedding_layers=False)
@@ -123,7 +123,7 @@ def test_the_adapters_folder_is_complete_and_plain_peft_loads_it(
         assert torch.equal(value, expected[name]), name
         assert torch.count_nonzero(value) > 0.9 * value.numel(), name  # B begins at zero
     loaded = peft.PeftModel.from_pretrained(seeded(llama), tmp_path)
-    assert torch.equal(answer(loaded), told)
+    assert torch.equal(answer(loaded), logits)
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # all may be read alike
 
 
@@ -203,18 +203,18 @@ def test_it_is_loaded_into_a_sharded_model(
     config: peft.LoraConfig, saver: str, tmp_path: Path
 ) -> None:
     if saver == "sharded":
-        told = saved(config, tmp_path)[1]
+        logits = saved(config, tmp_path)[1]
     else:
         plain: Any = adapted(replace(config, init_lora_weights=False), seed=5)
         plain.save_pretrained(tmp_path)
-        told = answer(plain)
+        logits = answer(plain)
 
     def rank(comm: Comm, model: Any) -> Tensor:
         sharded = sw.shard(model, comm=comm)
         load_adapter(sharded, tmp_path)
         return answer(model)
 
-    assert all(torch.equal(answered, told) for answered in on_ranks(config, rank, seed=9))
+    assert all(torch.equal(answered, logits) for answered in on_ranks(config, rank, seed=9))
 
 
 def test_one_of_another_shape_is_not_loaded(tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def labelled(model: Any, batch: Batch) -> Tensor:
 def test_the_loss_of_a_tested_class_and_its_gradients_are_those_of_its_logits(name: str) -> None:
     mine, batch = model_of(KINDS[name]), batch_of(0, 5)
     right = deepcopy(mine)
-    found, expected = labelled(mine, batch), plain(right, batch)
-    found.backward()
+    loss, expected = labelled(mine, batch), plain(right, batch)
+    loss.backward()
     expected.backward()
-    assert_near(found.detach(), expected.detach())
+    assert_near(loss.detach(), expected.detach())
     gradients = [
         [p.grad for p in model.parameters() if p.grad is not None] for model in (mine, right)
     ]

@@ -46,8 +46,8 @@ def plain(folder: Path) -> Any:
 
     In memory of torch's: that of a file is aligned otherwise, and products round otherwise there.
     """
-    theirs: Any = hf.AutoModelForCausalLM
-    model, info = theirs.from_pretrained(folder, output_loading_info=True)
+    loader: Any = hf.AutoModelForCausalLM
+    model, info = loader.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
     return copy.deepcopy(model).train()
 
@@ -103,8 +103,8 @@ def one_by_one_model(folder: Path, state: dict[str, Tensor]) -> Any:
 def test_in_another_dtype_it_is_what_transformers_loads(architecture: str, tmp_path: Path) -> None:
     """Which keeps some tensors in fp32, here a buffer of the router."""
     folder = tiny(architecture, tmp_path)
-    theirs: Any = hf.AutoModelForCausalLM
-    wanted = theirs.from_pretrained(folder, dtype=torch.bfloat16)
+    loader: Any = hf.AutoModelForCausalLM
+    wanted = loader.from_pretrained(folder, dtype=torch.bfloat16)
 
     def rank(comm: Comm) -> None:
         model = sw.hf.load(folder, comm=comm, dtype=torch.bfloat16).model

@@ -132,7 +132,7 @@ def test_it_is_cast_on_the_way_and_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "shape", "options", "said"),
+    ("architecture", "shape", "options", "message"),
     [
         (
             "llama",
@@ -145,11 +145,11 @@ def test_it_is_cast_on_the_way_and_what_does_not_fit_is_refused(
     ids=["one of two tied weights", "a weight of another name"],
 )
 def test_what_cannot_be_merged_is_refused(
-    architecture: str, shape: dict[str, Any], options: dict[str, Any], said: str, tmp_path: Path
+    architecture: str, shape: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     base = tiny(architecture, tmp_path / "base", **shape)
     adapter = written(base, options, tmp_path / "adapter")
-    with CheckpointReader.open(base) as source, pytest.raises(sw.CheckpointError, match=said):
+    with CheckpointReader.open(base) as source, pytest.raises(sw.CheckpointError, match=message):
         merged_weights(source, adapter)
 
 

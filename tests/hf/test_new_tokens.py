@@ -56,14 +56,14 @@ def test_they_are_trained_and_their_adapter_is_pefts(
         assert before.isfinite().all()
         return batch, logits(loaded.model, batch), len(loaded.tokenizer)
 
-    (batch, told, length), other = run_threads(2, rank)
-    assert torch.equal(told, other[1])
+    (batch, expected, length), other = run_threads(2, rank)
+    assert torch.equal(expected, other[1])
     assert batch.max() == 299 + count
     base: Any = hf.AutoModelForCausalLM.from_pretrained(folder)
     if length > VOCABULARY:
         base.resize_token_embeddings(length)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    torch.testing.assert_close(logits(loaded, batch), told)
+    torch.testing.assert_close(logits(loaded, batch), expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -43,7 +43,7 @@ def test_names_and_files_are_those_of_peft_also_of_what_is_left_whole(
         load_adapter(sharded, tmp_path / "adapter")
         whole = sharded.state_dict()
         stored = stored_names(sharded, "default")
-        return {theirs: whole[ours] for ours, theirs in stored.items()}
+        return {in_peft: whole[in_whole] for in_whole, in_peft in stored.items()}
 
     first, second = run_threads(2, rank)
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

@@ -51,12 +51,12 @@ def test_a_product_and_its_gradients_have_the_bits_of_bitsandbytes(
     one = layer(form, double, values, compute, sizes)
     x = numbers(0, (2, 5, sizes[0])).to(compute)
 
-    def theirs(x: Tensor) -> Tensor:
+    def reference(x: Tensor) -> Tensor:
         bias = one.bias.to(compute)
         out: Tensor = bnb.matmul_4bit(x, one.weight, one.quantisation(), bias=bias)
         return out
 
-    assert all(map(torch.equal, gradients(one, x, one), gradients(one, x, theirs)))
+    assert all(map(torch.equal, gradients(one, x, one), gradients(one, x, reference)))
 
 
 def test_a_weight_is_written_where_it_stays_or_made_by_bitsandbytes_operator(

@@ -40,9 +40,9 @@ def test_a_folder_is_loaded_quantised_as_its_whole_weights_are(
 ) -> None:
     """GPT-2's matrices are transposed; of Mixtral all but the converted experts are quantised."""
     folder = tiny(architecture, tmp_path)
-    theirs: Any = hf.AutoModelForCausalLM
-    theirs.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
-    whole = theirs.from_pretrained(folder)
+    loader: Any = hf.AutoModelForCausalLM
+    loader.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    whole = loader.from_pretrained(folder)
     table = quantize(whole, bits())
     prepare(whole)
 
@@ -54,7 +54,7 @@ def test_a_folder_is_loaded_quantised_as_its_whole_weights_are(
 
     for text in run_threads(2, rank):
         assert str(table) in text
-        assert f" {theirs.from_config(whole.config).num_parameters():,} parameters in " in text
+        assert f" {loader.from_config(whole.config).num_parameters():,} parameters in " in text
 
 
 def test_an_adapter_on_it_is_trained_and_answers_in_peft(tmp_path: Path) -> None:

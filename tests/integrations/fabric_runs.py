@@ -44,8 +44,8 @@ def main(job: str, root: str) -> None:
     fabric.load(Path(root) / f"{WORLD}.ckpt", state)
     again = [step(batch) for batch in batches[2:]]
     if fabric.global_rank == 0:
-        found = {"norms": norms, "again": again, "strategy": handle(net).placement.name}
-        torch.save(found, Path(root) / f"{WORLD}.pt")
+        results = {"norms": norms, "again": again, "strategy": handle(net).placement.name}
+        torch.save(results, Path(root) / f"{WORLD}.pt")
 
 
 if __name__ == "__main__":

@@ -41,13 +41,13 @@ def subject(**arguments: Any) -> Subject:
     "param_dtype", [pytest.param(None, marks=pytest.mark.prove), torch.bfloat16]
 )
 def test_every_engine_trains_the_model(param_dtype: torch.dtype | None) -> None:
-    said: list[str] = []
-    asked = subject(precision=Precision(param_dtype=param_dtype))
-    measured = measure(asked, ENGINES, 2, said.append)
+    messages: list[str] = []
+    model_and_batch = subject(precision=Precision(param_dtype=param_dtype))
+    measured = measure(model_and_batch, ENGINES, 2, messages.append)
     assert [one.engine for one in measured] == list(ENGINES)
     assert all(one.milliseconds > 0 for one in measured)
     assert [one.engine for one in measured if one.sent is None] == ["ddp", "fsdp2"]
-    assert said[-1] == "round 2 of 2"
+    assert messages[-1] == "round 2 of 2"
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -215,12 +215,12 @@ def test_a_loss_of_ones_own_has_all_logits_and_says_so(tmp_path: Path, alone: An
 def test_what_accelerate_launch_was_told_is_followed(
     tmp_path: Path, alone: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = {
+    variables = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
         "FSDP_RESHARD_AFTER_FORWARD": "false",
     }
-    for name, value in (told | {"FSDP_STATE_DICT_TYP": "x"}).items():
+    for name, value in (variables | {"FSDP_STATE_DICT_TYP": "x"}).items():
         alone.setenv(name, value)
     trainer = made(tmp_path)
     assert trainer.accelerator.sharding == {"strategy": "shard_grad_op"}

@@ -203,9 +203,9 @@ def main(job: str, root: str) -> None:
     hf.logging.set_verbosity_error()
     jobs: dict[str, Callable[[Path], Result]] = {one.__name__: one for one in JOBS}
     for name in job.split(","):
-        found = jobs[name](Path(root) / f"{name}-{WORLD}")
+        results = jobs[name](Path(root) / f"{name}-{WORLD}")
         if RANK == 0:
-            torch.save(found, Path(root) / f"{name}-{WORLD}.pt")
+            torch.save(results, Path(root) / f"{name}-{WORLD}.pt")
 
 
 JOBS = (plain, full, resumed, from_plain, to_plain, further, paged, lora, bf16, evaluated, loop)

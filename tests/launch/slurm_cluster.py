@@ -103,14 +103,14 @@ def slurm_cluster(folder: Path, ports: list[int]) -> Iterator[dict[str, str]]:
 def wait_for_nodes(environment: dict[str, str], seconds: float = 60) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        states = asked("sinfo", "--noheader", "--format=%T", environment=environment)
+        states = output_of("sinfo", "--noheader", "--format=%T", environment=environment)
         if states.split() == ["idle"]:
             return
         time.sleep(0.2)
     raise TimeoutError(f"the nodes are {states!r}")
 
 
-def asked(*command: str, environment: dict[str, str], folder: Path | None = None) -> str:
+def output_of(*command: str, environment: dict[str, str], folder: Path | None = None) -> str:
     run = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, check=False
     )

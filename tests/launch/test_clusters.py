@@ -19,7 +19,7 @@ import pytest
 from benchmarks.harness.hosts import Host, child, hosts, problem
 from tests.launch import slurm_cluster
 from tests.launch.mpi_hosts import over
-from tests.launch.slurm_cluster import asked
+from tests.launch.slurm_cluster import output_of
 from tests.ranks import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.spawn, pytest.mark.slow]
@@ -87,14 +87,14 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses_in(folder: Path) -> dict[int, float]:
-    found = {int(r["step"]): r["loss"] for r in records(folder) if r["record"] == "stepped"}
-    assert sorted(found) == [*range(1, 201)]
-    return found
+    losses = {int(r["step"]): r["loss"] for r in records(folder) if r["record"] == "stepped"}
+    assert sorted(losses) == [*range(1, 201)]
+    return losses
 
 
-def wait_for(there: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
     until = time.monotonic() + seconds
-    while not there():
+    while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)
 
@@ -107,9 +107,11 @@ def has_come_to(step: int, output: Path) -> bool:
 def test_mpirun_binds_two_ranks_and_its_status_is_ours(
     folder: Path, losses: dict[int, float]
 ) -> None:
-    said = shardwise("launch", "tiny.yaml", "--mpi", "--nodes", "1", "--nproc", "2", folder=folder)
-    assert said.startswith("mpirun -n 2 --bind-to ")
-    assert "done      saved in run" in said
+    printed = shardwise(
+        "launch", "tiny.yaml", "--mpi", "--nodes", "1", "--nproc", "2", folder=folder
+    )
+    assert printed.startswith("mpirun -n 2 --bind-to ")
+    assert "done      saved in run" in printed
     assert losses_in(folder) == losses
     wrong = [sys.executable, "-m", "shardwise.cli", "launch", "tiny.yaml", "--mpi", "--nodes", "1"]
     done = subprocess.run(
@@ -154,18 +156,18 @@ def test_mpirun_over_two_hosts_ends_with_a_killed_rank_and_the_same_command_resu
 def test_a_job_of_slurm_saves_before_its_time_is_up_and_resumes_to_the_same_loss(
     folder: Path, losses: dict[int, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    said = shardwise("launch", "tiny.yaml", "--slurm", folder=folder)
-    assert "tiny.sbatch: sbatch tiny.sbatch" in said
+    printed = shardwise("launch", "tiny.yaml", "--slurm", folder=folder)
+    assert "tiny.sbatch: sbatch tiny.sbatch" in printed
     output = folder / "tiny-1.out"
     ports = [free_port() for _ in range(3)]
     with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm"), ports) as environ:
         # What a shell has set reaches every process of the job.
         environ |= {"RANK": "3", "WORLD_SIZE": "9", "PATH": ENVIRON["PATH"]}
-        assert "job 1" in asked("sbatch", "tiny.sbatch", environment=environ, folder=folder)
+        assert "job 1" in output_of("sbatch", "tiny.sbatch", environment=environ, folder=folder)
         wait_for(lambda: has_come_to(10, output))
         # The signal that SLURM sends 120 s before the job's time is up.
-        asked("scancel", "--batch", "--signal=USR1", "1", environment=environ)
-        wait_for(lambda: not asked("squeue", "--noheader", environment=environ).strip())
+        output_of("scancel", "--batch", "--signal=USR1", "1", environment=environ)
+        wait_for(lambda: not output_of("squeue", "--noheader", environment=environ).strip())
     text = output.read_text()
     assert re.search(r"stopped at step \d+/200, checkpoint saved", text), text
     assert "nodes     n1 n2, start 1" in text
@@ -178,8 +180,8 @@ def test_the_printed_lines_join_two_hosts_and_a_killed_rank_starts_again(
     folder: Path, losses: dict[int, float]
 ) -> None:
     with hosts(2) as pair:
-        said = shardwise("launch", "tiny.yaml", folder=folder, on=pair[0])
-        lines = [line.strip() for line in said.splitlines() if " torchrun " in line]
+        printed = shardwise("launch", "tiny.yaml", folder=folder, on=pair[0])
+        lines = [line.strip() for line in printed.splitlines() if " torchrun " in line]
         outputs = [folder / "first", folder / "second"]
         agents = [
             started(host, folder, f"exec env {line} >{output} 2>&1")
@@ -201,8 +203,8 @@ def test_the_printed_lines_join_two_hosts_and_a_killed_rank_starts_again(
 @needs(problem())
 def test_one_line_is_for_both_hosts(folder: Path, losses: dict[int, float]) -> None:
     with hosts(2) as pair:
-        said = shardwise("launch", "tiny.yaml", folder=folder, on=pair[0])
-        [line] = [line.strip() for line in said.splitlines() if line.endswith("--start")]
+        printed = shardwise("launch", "tiny.yaml", folder=folder, on=pair[0])
+        [line] = [line.strip() for line in printed.splitlines() if line.endswith("--start")]
         nodes = [started(host, folder, f"exec env {line} >/dev/null") for host in pair]
         try:
             assert [node.wait(200) for node in nodes] == [0, 0]

@@ -124,9 +124,9 @@ def test_the_cause_is_told_from_what_followed() -> None:
     own = RankFailure(2, 7, 1, 5.0, "no data")
     later = RankFailure(3, 7, 1, 6.0, "no disk")
     is_consequence = RankFailure(0, 7, 1, 1.0, "rank 1 is gone", is_consequence=True)
-    told = RankFailure(4, 7, -signal.SIGTERM, 0.0)
+    stopped = RankFailure(4, 7, -signal.SIGTERM, 0.0)
     store = RankFailure.of_store(8, -signal.SIGKILL)
-    everybody = [told, is_consequence, later, own, killed, store]
-    for wanted in (store, killed, own, later, is_consequence, told):
+    everybody = [stopped, is_consequence, later, own, killed, store]
+    for wanted in (store, killed, own, later, is_consequence, stopped):
         assert root_cause(everybody) == wanted
         everybody.remove(wanted)

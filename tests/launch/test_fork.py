@@ -32,9 +32,9 @@ SRC = str(Path(__file__).parents[2] / "src")
 
 def start_forks(main: Callable[[], object], restarts: int = 0) -> list[str]:
     """Two forks that run ``main``; returns what was said at restarts."""
-    said: list[str] = []
-    start(["a-rank", "of-two"], 2, restarts, said.append, prepare=lambda: main)
-    return said
+    messages: list[str] = []
+    start(["a-rank", "of-two"], 2, restarts, messages.append, prepare=lambda: main)
+    return messages
 
 
 def reason_for(main: Callable[[], object]) -> str:
@@ -69,13 +69,13 @@ def test_a_fork_is_to_its_launcher_what_a_new_process_is(tmp_path: Path) -> None
     with open(tmp_path / "open", "w", encoding="utf-8"):  # noqa: PTH123 - it stays open
         os.environ["OF_THE_USER"] = "1"
         start_forks(partial(note, tmp_path))
-    told: list[dict[str, Any]] = [
+    ranks: list[dict[str, Any]] = [
         json.loads((tmp_path / rank).read_text("utf-8")) for rank in ("0", "1")
     ]
-    assert [rank["environ"]["LOCAL_RANK"] for rank in told] == ["0", "1"]
-    assert {rank["environ"]["OF_THE_USER"] for rank in told} == {"1"}
+    assert [rank["environ"]["LOCAL_RANK"] for rank in ranks] == ["0", "1"]
+    assert {rank["environ"]["OF_THE_USER"] for rank in ranks} == {"1"}
     assert "RANK" not in os.environ
-    for rank in told:
+    for rank in ranks:
         pid, session, group, parent = rank["session"]
         assert (pid, pid, os.getpid()) == (session, group, parent)
         assert (rank["command"], rank["name"]) == (["a-rank", "of-two"], "a-rank")
@@ -83,7 +83,7 @@ def test_a_fork_is_to_its_launcher_what_a_new_process_is(tmp_path: Path) -> None
         assert set(rank["ignored"]) == {signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1}
         assert rank["blocked"] == []
         assert [file.partition(":")[0] for file in rank["files"]] == ["pipe"]  # of its launcher
-    assert not {*told[0]["random"]} & {*told[1]["random"]}
+    assert not {*ranks[0]["random"]} & {*ranks[1]["random"]}
 
 
 def end(how: str) -> None:
@@ -97,7 +97,7 @@ def end(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("signal", "was killed by SIGSEGV."),
         ("status", "rank 1 ended with status 7 and left no reason; see above."),
@@ -105,8 +105,8 @@ def end(how: str) -> None:
     ],
 )
 @forked
-def test_its_end_is_told_as_of_a_new_process(how: str, said: str) -> None:
-    assert reason_for(partial(end, how)).endswith(said)
+def test_its_end_is_told_as_of_a_new_process(how: str, message: str) -> None:
+    assert reason_for(partial(end, how)).endswith(message)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ print("before", flush=True)
 Fork(main, ["a-fork"], os.environ, -1).wait()
 print("after")
 """
-    said = program(code).splitlines()
-    assert said == ["before", "in the fork", "in a thread", "at its end", "after"]
+    lines = program(code).splitlines()
+    assert lines == ["before", "in the fork", "in a thread", "at its end", "after"]
 
 
 def die_once(folder: Path) -> None:
@@ -155,8 +155,8 @@ def die_once(folder: Path) -> None:
 
 @forked
 def test_after_a_crash_the_ranks_are_forked_again(tmp_path: Path) -> None:
-    (said,) = start_forks(partial(die_once, tmp_path), restarts=1)
-    assert said.endswith("was killed by SIGKILL; all ranks start again (1 of 1)")
+    (message,) = start_forks(partial(die_once, tmp_path), restarts=1)
+    assert message.endswith("was killed by SIGKILL; all ranks start again (1 of 1)")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00", "01", "10", "11"]
     with pytest.raises(ChildProcessError):  # the stores of both attempts have ended
         os.waitpid(-1, os.WNOHANG)
@@ -226,11 +226,11 @@ print(_imported_once(recipe, 2, lambda: True), "torch" in sys.modules, os.enviro
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "imported"),
     [("run.device=cpu", "True True True"), ("run.device=null", "False False True")],
 )
-def test_only_ranks_of_the_cpu_are_forked(tmp_path: Path, override: str, said: str) -> None:
-    assert program(IMPORTED, str(recipe_file(tmp_path)), override).strip() == said
+def test_only_ranks_of_the_cpu_are_forked(tmp_path: Path, override: str, imported: str) -> None:
+    assert program(IMPORTED, str(recipe_file(tmp_path)), override).strip() == imported
 
 
 def test_a_program_that_has_imported_torch_is_not_forked(tmp_path: Path) -> None:

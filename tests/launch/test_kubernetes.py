@@ -27,11 +27,11 @@ def objects() -> dict[str, dict[str, Any]]:
 
 
 def test_the_recipe_and_the_token_are_mounted_and_not_in_the_job() -> None:
-    found = objects()
-    assert found["ConfigMap"]["data"] == {"my_run.yaml": RECIPE}
-    assert found["Secret"]["stringData"] == {"SHARDWISE_RUN_TOKEN": "secret"}
-    assert "secret'" not in str(found["TrainJob"]).replace("'secretKeyRef'", "")
-    assert {each["metadata"]["name"] for each in found.values()} == {
+    by_kind = objects()
+    assert by_kind["ConfigMap"]["data"] == {"my_run.yaml": RECIPE}
+    assert by_kind["Secret"]["stringData"] == {"SHARDWISE_RUN_TOKEN": "secret"}
+    assert "secret'" not in str(by_kind["TrainJob"]).replace("'secretKeyRef'", "")
+    assert {each["metadata"]["name"] for each in by_kind.values()} == {
         *("my-run", "my-run-token", "my-run-recipe", "my-run-runs"),
     }
 

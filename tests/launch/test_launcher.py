@@ -47,14 +47,14 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     json.dump(dict(os.environ), file)
 """
     start(python(code, str(tmp_path)), 3)
-    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert [rank["LOCAL_RANK"] for rank in told] == ["0", "1", "2"]
-    assert {rank["WORLD_SIZE"] for rank in told} == {"3"}
-    assert {rank["MASTER_ADDR"] for rank in told} == {"127.0.0.1"}
-    assert len({rank["MASTER_PORT"] for rank in told}) == 1
+    variables = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert [rank["LOCAL_RANK"] for rank in variables] == ["0", "1", "2"]
+    assert {rank["WORLD_SIZE"] for rank in variables} == {"3"}
+    assert {rank["MASTER_ADDR"] for rank in variables} == {"127.0.0.1"}
+    assert len({rank["MASTER_PORT"] for rank in variables}) == 1
 
 
-def when_both_have_told(folder: Path) -> str:
+def when_both_left_a_reason(folder: Path) -> str:
     """Code that lets neither of two ranks end before the other has said why it does."""
     return f"""
 def leave(status, leave=os._exit):
@@ -72,7 +72,7 @@ def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> Non
 now = 1_700_000_000.0  # in one second: only the exact moment tells them apart
 fail("came second", now + 0.2) if rank == 0 else fail("came first", now + 0.1)
 """
-    assert reason_for(when_both_have_told(tmp_path) + code) == "rank 1: came first"
+    assert reason_for(when_both_left_a_reason(tmp_path) + code) == "rank 1: came first"
 
 
 def test_a_rank_that_was_killed_is_the_reason_for_the_others_errors(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ except OSError:  # and its parent has noticed
     pass
 fail("my peer is gone")
 """
-    said = reason_for(code)
-    assert said.startswith("rank 1 (process ")
-    assert "was killed by SIGKILL. If nobody did so on purpose, the system was out of" in said
+    reason = reason_for(code)
+    assert reason.startswith("rank 1 (process ")
+    assert "was killed by SIGKILL. If nobody did so on purpose, the system was out of" in reason
 
 
 def test_what_a_rank_says_of_another_is_a_consequence(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_what_a_rank_says_of_another_is_a_consequence(tmp_path: Path) -> None:
 now = 1_700_000_000.0
 fail("no such folder", now + 0.2) if rank == 0 else fail("rank 0 has left", now + 0.1)
 """
-    assert reason_for(when_both_have_told(tmp_path) + code) == "rank 0: no such folder"
+    assert reason_for(when_both_left_a_reason(tmp_path) + code) == "rank 0: no such folder"
 
 
 def test_a_rank_that_leaves_no_reason_is_named_with_its_status() -> None:
@@ -219,9 +219,9 @@ def launched(code: str, folder: Path, *arguments: str) -> Iterator[subprocess.Po
             launcher.kill()
 
 
-def wait_for(there: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 200
-    while not there():
+    while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
 
@@ -364,18 +364,18 @@ while len([name for name in os.listdir(sys.argv[1]) if name[0] == attempt]) < 2:
 if attempt != "2":
     os.kill(os.getpid(), 9) if rank == 1 else time.sleep(300)
 """
-    said: list[str] = []
-    start(python(FAIL + code, str(tmp_path)), 2, 2, said.append)
+    messages: list[str] = []
+    start(python(FAIL + code, str(tmp_path)), 2, 2, messages.append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00", "01", "10", "11", "20", "21"]
-    assert [line.partition(" (process")[0] for line in said] == ["rank 1", "rank 1"]
-    assert said[1].endswith("was killed by SIGKILL; all ranks start again (2 of 2)")
+    assert [line.partition(" (process")[0] for line in messages] == ["rank 1", "rank 1"]
+    assert messages[1].endswith("was killed by SIGKILL; all ranks start again (2 of 2)")
 
 
 def test_no_more_often_than_was_said() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(ShardwiseError, match="rank 0 ended with status 3"):
-        start(python("import sys; sys.exit(3)"), 1, 1, said.append)
-    assert len(said) == 1
+        start(python("import sys; sys.exit(3)"), 1, 1, messages.append)
+    assert len(messages) == 1
 
 
 def test_what_would_be_the_same_again_is_not_tried_again() -> None:
@@ -386,17 +386,17 @@ from shardwise.launch.error_files import write_error_file
 write_error_file(ConfigError("no such recipe"))
 os._exit(1)
 """
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(ShardwiseError, match="rank 0: no such recipe"):
-        start(python(code), 1, 3, said.append)
-    assert said == []
+        start(python(code), 1, 3, messages.append)
+    assert messages == []
 
 
 def test_a_stop_that_was_asked_for_is_no_crash() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(SystemExit) as caught:
-        start(python("import sys; sys.exit(75)"), 2, 3, said.append)
-    assert (caught.value.code, said) == (75, [])
+        start(python("import sys; sys.exit(75)"), 2, 3, messages.append)
+    assert (caught.value.code, messages) == (75, [])
 
 
 # --- the environment of a rank ---------------------------------------------------------------

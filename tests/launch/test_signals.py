@@ -19,26 +19,26 @@ def send(number: int) -> None:
 
 
 def test_each_signal_asks_for_what_the_table_says() -> None:
-    asked: list[str] = []
-    with save_and_stop_signals(lambda: asked.append("save"), lambda: asked.append("stop")):
+    requests: list[str] = []
+    with save_and_stop_signals(lambda: requests.append("save"), lambda: requests.append("stop")):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
             send(number)
-    assert asked == ["save", "stop", "stop", "save"]
+    assert requests == ["save", "stop", "stop", "save"]
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_after_that_ends_at_once(first: int) -> None:
-    asked: list[str] = []
+    events: list[str] = []
 
     def interrupted() -> None:
-        with save_and_stop_signals(lambda: None, lambda: asked.append("stop")):
+        with save_and_stop_signals(lambda: None, lambda: events.append("stop")):
             send(first)
-            asked.append("goes on")
+            events.append("goes on")
             send(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert asked == ["stop", "goes on"]
+    assert events == ["stop", "goes on"]
 
 
 def test_afterwards_all_is_as_before() -> None:
@@ -58,25 +58,25 @@ def test_what_is_ignored_from_outside_stays_ignored() -> None:
 
 
 def test_a_launcher_may_hide_the_signal_to_save_until_there_are_ears() -> None:
-    asked: list[str] = []
+    requests: list[str] = []
     with signal_handlers({signal.SIGUSR1: signal.SIG_IGN}):
         send(signal.SIGUSR1)
-        with save_and_stop_signals(lambda: asked.append("save"), lambda: None):
+        with save_and_stop_signals(lambda: requests.append("save"), lambda: None):
             send(signal.SIGUSR1)
-    assert asked == ["save"]
+    assert requests == ["save"]
 
 
 def test_off_the_main_thread_nothing_changes() -> None:
-    found = []
+    handlers = []
 
     def look() -> None:
         with save_and_stop_signals(lambda: None, lambda: None):
-            found.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGTERM)]
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
 
 
 # ---- where Python runs no handler ----------------------------------------------------------------

@@ -264,21 +264,21 @@ def test_every_method_that_writes_tells_first() -> None:
 def test_a_detached_read_in_a_backward_pass_is_no_write_and_a_write_there_is_one() -> None:
     """``torch.utils.checkpoint`` detaches every parameter that it recomputes with."""
     param = nn.Parameter(torch.ones(3))
-    told: list[str] = []
+    calls: list[str] = []
 
     def look(gradient: Tensor) -> None:
         param.detach()
-        told.append("detached")
+        calls.append("detached")
         param.zero_()
 
     param.__class__ = GatheredParameter
-    param.before_write = lambda: told.append("told")  # type: ignore[attr-defined]
+    param.before_write = lambda: calls.append("told")  # type: ignore[attr-defined]
     output = (param * 2).sum()
     output.register_hook(torch.no_grad()(look))
     output.backward()
-    assert told == ["detached", "told"]
+    assert calls == ["detached", "told"]
     param.detach()
-    assert told == ["detached", "told", "told"]
+    assert calls == ["detached", "told", "told"]
 
 
 class Named(nn.Parameter):

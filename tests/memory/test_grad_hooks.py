@@ -110,12 +110,12 @@ def test_an_optimizer_steps_in_backward(run: Callable[..., list[Any]], strategy:
 
 def test_hooks_from_before_shard_are_called_once_and_can_be_removed() -> None:
     model, calls = nn.Linear(3, 2), list[str]()
-    kept, gone = (
+    kept, removed = (
         model.weight.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
         for name in ("kept", "gone")
     )
     sharded = sw.shard(model, comm=LocalComm())
-    gone.remove()
+    removed.remove()
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
     sharded.unshard()
@@ -145,11 +145,11 @@ def test_autograd_says_whether_it_returns_a_gradient_or_adds_it() -> None:
 
 
 def test_small_gradients_are_held_until_the_last_of_them_which_is_told() -> None:
-    params, told = [nn.Parameter(torch.zeros(1)) for _ in range(3)], list[int]()
+    params, arrived = [nn.Parameter(torch.zeros(1)) for _ in range(3)], list[int]()
     arrivals = Arrivals(params, [1, 1, 1])
-    arrivals.tell = lambda param: told.append(id(param))
+    arrivals.tell = lambda param: arrived.append(id(param))
     arrivals.hold(True, due=2)
     for param in params:
         arrivals(param)
     assert [*map(id, arrivals)] == [*map(id, params[:2])]
-    assert told == [id(params[2])]
+    assert arrived == [id(params[2])]

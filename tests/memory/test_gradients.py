@@ -125,14 +125,14 @@ def test_each_element_of_a_gradient_bucket_is_written_once(
         collected = Collected(sharded)
         with Written() as written:
             train(sharded.model, net.batch(comm.rank, 2))
-        found = written.into(*collected.fulls.values())
-        assert found.pop("copy_", 0) + found.pop("_foreach_copy_", 0) == used[comm.rank]
+        by_op = written.into(*collected.fulls.values())
+        assert by_op.pop("copy_", 0) + by_op.pop("_foreach_copy_", 0) == used[comm.rank]
         assert sum(b.gradients.copied for b in buckets) - before == used[comm.rank]
         whole = sum(full.nbytes for full in collected.fulls.values())
-        assert found.pop("_foreach_zero_", 0) == whole - used[comm.rank]
-        sums = {name for name in ("add", "addr", "div_") if found.pop(name, 0)}
+        assert by_op.pop("_foreach_zero_", 0) == whole - used[comm.rank]
+        sums = {name for name in ("add", "addr", "div_") if by_op.pop(name, 0)}
         assert bool(sums) is any(bucket.spec.in_place for bucket in buckets)
-        assert found == {}
+        assert by_op == {}
 
     run_threads(world, rank)
 
@@ -491,8 +491,8 @@ def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> 
         return list(local(weight.grad).flatten().tolist())
 
     for world in (1, 2):
-        found = [value for mine in run_threads(world, rank) for value in mine]
-        assert found == [11.0] * 6
+        values = [value for mine in run_threads(world, rank) for value in mine]
+        assert values == [11.0] * 6
 
 
 # ---- call by call ------------------------------------------------------------------------------
@@ -619,8 +619,8 @@ def test_nothing_is_read_before_it_was_waited_for_and_nothing_is_left_in_flight(
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     expected, late = trained(FakeComm(4, 6)), Late(4, 6)
-    found = trained(late)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    gradients = trained(late)
+    assert all(torch.equal(gradients[name], value) for name, value in expected.items())
     assert late.waited
     assert all(late.waited)
 

@@ -244,9 +244,9 @@ def test_at_every_moment_the_full_buckets_weigh_what_the_schedule_says(strategy:
                 gathered.add(event.unit)
             elif event.op is Op.FREE:
                 gathered.remove(event.unit)
-            said = sum(runtime.schedules.nbytes()[unit].gathered for unit in gathered)
-            assert sum(b.full.untyped_storage().nbytes() for b in sharded.buckets) == said
-            peaks.append(said)
+            scheduled = sum(runtime.schedules.nbytes()[unit].gathered for unit in gathered)
+            assert sum(b.full.untyped_storage().nbytes() for b in sharded.buckets) == scheduled
+            peaks.append(scheduled)
 
         runtime.listeners.append(weigh)
         for _ in range(2):

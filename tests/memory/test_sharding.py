@@ -22,24 +22,24 @@ class Engine:
     """Writes down what shards ask of it."""
 
     def __init__(self) -> None:
-        self.computing, self.asked = False, list[str]()
+        self.computing, self.calls = False, list[str]()
         self.comm: Comm = FakeComm(0, 2)
 
     def rest(self) -> None:
-        self.asked.append("rest")
+        self.calls.append("rest")
 
     def make_whole(self, unit: str) -> None:
-        self.asked.append(f"make {unit!r} whole")
+        self.calls.append(f"make {unit!r} whole")
 
     def before_write(self, unit: str) -> None:
-        self.asked.append(f"write {unit!r}")
+        self.calls.append(f"write {unit!r}")
 
     def call(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
     def take(self) -> list[str]:
-        asked, self.asked = self.asked, []
-        return asked
+        calls, self.calls = self.calls, []
+        return calls
 
 
 def of(param: Tensor) -> Sharding:
@@ -89,9 +89,9 @@ def test_who_writes_a_parameter_asks_first() -> None:
         (gradient.zero_, []),
         (lambda: weight * 2, []),
     ]
-    for write, asked in writes:
+    for write, calls in writes:
         write()
-        assert engine.take() == asked
+        assert engine.take() == calls
 
 
 def test_where_no_engine_is_left_a_shard_is_written_freely() -> None:

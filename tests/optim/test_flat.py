@@ -92,9 +92,9 @@ def test_every_strategy_gives_the_same_bits(net: Net, world: int, other: str) ->
         return clones(state), optimizer.norm.item()
 
     runs = [
-        found
+        result
         for strategy in (STRATEGIES[-1], other)
-        for found in on_ranks(world, net.build, lambda c, m: rank(c, m, strategy))  # noqa: B023
+        for result in on_ranks(world, net.build, lambda c, m: rank(c, m, strategy))  # noqa: B023
     ]
     for state, norm in runs[1:]:
         assert equal(state, runs[0][0])

@@ -66,8 +66,8 @@ def test_the_state_of_a_run_is_that_of_its_slots() -> None:
                 )
             for first, (start, stop) in enumerate(held.ranges):
                 if stop - start > 2:
-                    found = held.state_of_run("moment", first, start + 1, stop)
-                    assert found.tolist() == list(range(start + 1, stop))
+                    state = held.state_of_run("moment", first, start + 1, stop)
+                    assert state.tolist() == list(range(start + 1, stop))
                     assert held.state_of_run(STEP, first, start + 1, stop).shape == ()
 
     on_ranks(2, nets.decoder, rank)
@@ -173,8 +173,8 @@ def seen(held: FlatState) -> FlatGradient:
     return held.flat_gradient(gradients)
 
 
-def assert_right(held: FlatState, found: FlatGradient) -> None:
-    views = held.bucket.spec.rest_views(found.flat)
+def assert_right(held: FlatState, flat_gradient: FlatGradient) -> None:
+    views = held.bucket.spec.rest_views(flat_gradient.flat)
     for param, view in zip(held.bucket.params, views, strict=True):
         assert param.grad is None or torch.equal(view, local(param.grad))
 
@@ -191,11 +191,11 @@ def test_after_a_backward_pass_nothing_is_copied(net: Net, world: int) -> None:
         for _ in range(2):
             train(model, net.batch(comm.rank, 2))
             for held in held_by(sharded):
-                found = seen(held)
-                assert_right(held, found)
+                flat_gradient = seen(held)
+                assert_right(held, flat_gradient)
                 if any(held.params[at].grad is not None for at in held.solid):
-                    assert found.copied == ()
-                    assert found.flat.shape == held.shard.shape
+                    assert flat_gradient.copied == ()
+                    assert flat_gradient.flat.shape == held.shard.shape
 
     for strategy in STRATEGIES:
         on_ranks(world, net.build, lambda comm, model: rank(comm, model, strategy))  # noqa: B023
@@ -263,10 +263,10 @@ def test_gradients_that_are_not_views_of_one_buffer_are_copied(
         sharded = sw.shard(model, strategy, comm=comm)
         train(model, DECODER.batch(comm.rank, 2))
         replace(model)
-        found = {held: seen(held) for held in held_by(sharded)}
-        for held, flat in found.items():
+        flat_gradients = {held: seen(held) for held in held_by(sharded)}
+        for held, flat in flat_gradients.items():
             assert_right(held, flat)
-        return sum(bool(flat.copied) for flat in found.values())
+        return sum(bool(flat.copied) for flat in flat_gradients.values())
 
     for strategy in ("no_shard", "full_shard"):
         ranks = on_ranks(2, DECODER.build, lambda comm, model: rank(comm, model, strategy))  # noqa: B023
@@ -280,8 +280,8 @@ def test_what_becomes_of_a_copy_can_be_given_back() -> None:
     cloned(model)
     for held in held_by(sharded):
         before = [param.grad.clone() for param in held.params if param.grad is not None]
-        found = seen(held)
-        found.flat.mul_(0.5)
-        found.copy_back()
+        flat_gradient = seen(held)
+        flat_gradient.flat.mul_(0.5)
+        flat_gradient.copy_back()
         after = [param.grad for param in held.params if param.grad is not None]
         assert all(torch.equal(a, b / 2) for a, b in zip(after, before, strict=True))

@@ -35,13 +35,13 @@ def pieces(bucket: Bucket) -> list[tuple[int, int]]:
     used = torch.zeros(bucket.shard.numel(), dtype=torch.bool)
     for view in bucket.spec.rest_views(used):
         view.fill_(True)
-    size, found = bucket.layout.shard_numel, list[tuple[int, int]]()
+    size, pieces = bucket.layout.shard_numel, list[tuple[int, int]]()
     for at in [at for at, here in enumerate(used.tolist()) if here]:
-        if found and found[-1][1] == at and at % size:
-            found[-1] = found[-1][0], at + 1
+        if pieces and pieces[-1][1] == at and at % size:
+            pieces[-1] = pieces[-1][0], at + 1
         else:
-            found.append((at, at + 1))
-    return found
+            pieces.append((at, at + 1))
+    return pieces
 
 
 def gradients(bucket: Bucket) -> Tensor:
@@ -58,14 +58,14 @@ def gradients(bucket: Bucket) -> Tensor:
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.prove) for name in RULES],
 )
 def test_an_update_is_torchs_fused_one_on_the_same_pieces(name: str, dtype: torch.dtype) -> None:
-    ours, theirs, options = RULES[name]
+    ours, torchs, options = RULES[name]
 
     def rank(comm: Comm, model: nn.Module, strategy: str) -> None:
         sharded = sw.shard(model, strategy, comm=comm)
         buckets = [bucket for bucket in sharded.buckets if bucket.shard.numel()]
         places = [(b, start, stop) for b in buckets for start, stop in pieces(b)]
         twins = [nn.Parameter(b.shard[start:stop].clone()) for b, start, stop in places]
-        flat, plain = ours(sharded, **options), theirs(twins, fused=True, **options)
+        flat, plain = ours(sharded, **options), torchs(twins, fused=True, **options)
         for step in range(3):
             batch = tuple(t.to(dtype) for t in ODD.batch(comm.rank + 10 * step, 2))
             train(model, batch)
@@ -84,11 +84,11 @@ def test_an_update_is_torchs_fused_one_on_the_same_pieces(name: str, dtype: torc
 
 @pytest.mark.parametrize("name", ["AdamW, amsgrad"])
 def test_state_has_the_names_dtypes_and_shapes_of_torchs(name: str) -> None:
-    ours, theirs, options = RULES[name]
+    ours, torchs, options = RULES[name]
 
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
-        flat, plain = ours(sharded, **options), theirs(model.parameters(), fused=True, **options)
+        flat, plain = ours(sharded, **options), torchs(model.parameters(), fused=True, **options)
         train(model, nets.decoder_batch(comm.rank, 2))
         flat.step()
         plain.step()

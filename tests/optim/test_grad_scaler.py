@@ -31,7 +31,7 @@ def steps(sharded: sw.Sharded, kind: str, overflow: tuple[int, int]) -> list[tup
     """
     optimizer = OPTIMIZERS[kind](sharded)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    found = list[tuple[float, bool]]()
+    results = list[tuple[float, bool]]()
     for step in range(3):
         before = clones(sharded.model.state_dict())
         scaler.scale(nets.loss(sharded.model, BATCH(sharded.comm.rank, 2))).backward()
@@ -41,8 +41,8 @@ def steps(sharded: sw.Sharded, kind: str, overflow: tuple[int, int]) -> list[tup
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        found.append((scaler.get_scale(), not equal(sharded.model.state_dict(), before)))
-    return found
+        results.append((scaler.get_scale(), not equal(sharded.model.state_dict(), before)))
+    return results
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

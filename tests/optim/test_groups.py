@@ -22,9 +22,9 @@ def names(optimizer: torch.optim.Optimizer) -> list[list[str]]:
 
 def test_by_default_every_trainable_parameter_is_in_one_group() -> None:
     model = nets.mostly_frozen()
-    (found,) = names(sw.optim.AdamW(sw.shard(model)))
-    assert found == [n for n, p in model.named_parameters() if p.requires_grad]
-    assert 0 < len(found) < len(list(model.parameters()))
+    (group,) = names(sw.optim.AdamW(sw.shard(model)))
+    assert group == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert 0 < len(group) < len(list(model.parameters()))
 
 
 def test_groups_are_as_torchs() -> None:
@@ -78,8 +78,8 @@ def test_a_pattern_finds_a_tied_parameter_by_each_of_its_names() -> None:
 
 def test_a_pattern_finds_trainable_parameters_only() -> None:
     sharded = sw.shard(nets.mostly_frozen())
-    (found,) = names(sw.optim.AdamW(sharded, [{"params": r"blocks\.0\..*"}]))
-    assert found == [
+    (group,) = names(sw.optim.AdamW(sharded, [{"params": r"blocks\.0\..*"}]))
+    assert group == [
         f"blocks.0.attention.{name}.{part}.weight"
         for name in ("query", "value")
         for part in ("down", "up")

@@ -59,14 +59,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_parameter_has_one_rule(case: str) -> None:
     build, expected = CASES[case]
-    found = rules(build())
-    assert {name: found[name] for name in expected} == expected
-    assert len(found) == sum(param.requires_grad for param in build().parameters())
+    by_name = rules(build())
+    assert {name: by_name[name] for name in expected} == expected
+    assert len(by_name) == sum(param.requires_grad for param in build().parameters())
 
 
 def test_what_the_user_names_is_adamws() -> None:
-    found = rules(nets.decoder(), adamw={"params": [r".*\.query\.weight"], "lr": 0.1})
-    named = {name for name, rule in found.items() if rule == "adamw: named in adamw"}
+    by_name = rules(nets.decoder(), adamw={"params": [r".*\.query\.weight"], "lr": 0.1})
+    named = {name for name, rule in by_name.items() if rule == "adamw: named in adamw"}
     assert named == {f"blocks.{k}.attention.query.weight" for k in range(3)}
 
 

@@ -107,11 +107,11 @@ def by_gradients(
                 param.grad /= (optimizer.norm + 1e-6) / options["max_norm"]
         step()
         optimizer.zero_grad()
-        found, expected = model.state_dict(), dict(whole.named_parameters())
+        state, expected = model.state_dict(), dict(whole.named_parameters())
         for name, param in expected.items():
             if is_muons(name, param):
-                assert torch.equal(found[name], param), name
-            assert_near(found[name], param.detach(), 2e-5)
+                assert torch.equal(state[name], param), name
+            assert_near(state[name], param.detach(), 2e-5)
 
 
 @pytest.mark.prove

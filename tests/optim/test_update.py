@@ -135,8 +135,8 @@ def drawn(slots: str, keys: str, piece: int) -> str:
     """
     names = list(dict.fromkeys(slots.replace(".", "")))
     places = [(slots.index(name), slots.rindex(name) + 1) for name in names]
-    found = runs(places, [None if key == "-" else key for key in keys], piece)
-    return " ".join(f"[{slots[run.start : run.stop]}]{run.key}" for run in found)
+    listed = runs(places, [None if key == "-" else key for key in keys], piece)
+    return " ".join(f"[{slots[run.start : run.stop]}]{run.key}" for run in listed)
 
 
 def test_slots_that_touch_and_have_the_same_key_are_one_run() -> None:
@@ -161,8 +161,8 @@ def test_a_run_ends_with_the_piece_of_a_rank() -> None:
 
 
 def test_an_empty_slot_is_in_no_run_and_separates_none() -> None:
-    found = runs([(0, 2), (2, 2), (2, 5), (5, 5)], ["x", "y", "x", "x"], 8)
-    assert [(run.start, run.stop, run.first) for run in found] == [(0, 5, 0)]
+    listed = runs([(0, 2), (2, 2), (2, 5), (5, 5)], ["x", "y", "x", "x"], 8)
+    assert [(run.start, run.stop, run.first) for run in listed] == [(0, 5, 0)]
     assert runs([(0, 0)], ["x"], 0) == []  # of a rank that holds nothing
 
 
@@ -176,18 +176,18 @@ def test_every_element_with_a_key_is_in_one_run_and_no_two_runs_could_be_one(see
         places.append((start, at))
         keys.append(choose.choice(["x", "x", "y", None]))
     piece = choose.randrange(1, 20)
-    found = runs(places, keys, piece)
+    listed = runs(places, keys, piece)
     expected = {
         element: key
         for (start, stop), key in zip(places, keys, strict=True)
         for element in range(start, stop)
         if key is not None
     }
-    covered = [(e, run.key) for run in found for e in range(run.start, run.stop)]
+    covered = [(e, run.key) for run in listed for e in range(run.start, run.stop)]
     assert dict(covered) == expected
     assert len(covered) == len(expected)
-    for run in found:
+    for run in listed:
         assert run.start // piece == (run.stop - 1) // piece
         assert places[run.first][0] <= run.start < places[run.first][1]
-    for one, other in pairwise(found):
+    for one, other in pairwise(listed):
         assert one.stop < other.start or one.key != other.key or other.start % piece == 0

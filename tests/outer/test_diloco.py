@@ -303,7 +303,7 @@ def test_a_resumed_worker_continues_exactly(
 
 
 def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:
-    asked, left = threading.Event(), threading.Event()
+    stop, left = threading.Event(), threading.Event()
 
     def run(worker: Worker) -> tuple[State, bool]:
         net, sharded, optimizer = worker.model()
@@ -311,8 +311,8 @@ def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:
             outer = worker.outer(sharded, optimizer)
             left.wait(20)
         else:
-            outer = worker.outer(sharded, optimizer, stops=asked.is_set)
-            asked.set()
+            outer = worker.outer(sharded, optimizer, stops=stop.is_set)
+            stop.set()
         worker.steps(net, optimizer, outer, range(4))
         left.set()
         outer.finish()

@@ -160,8 +160,8 @@ def test_a_close_waits_for_the_last_mean_to_arrive() -> None:
     closing.start()
     closing.join(0.1)
     assert closing.is_alive()
-    theirs = Connection(other.detach())
-    assert len(receive(theirs).payload) == 20_000_000
+    connection = Connection(other.detach())
+    assert len(receive(connection).payload) == 20_000_000
     closing.join(5)
     assert not closing.is_alive()
-    theirs.close()
+    connection.close()

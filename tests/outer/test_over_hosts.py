@@ -130,5 +130,5 @@ def test_a_killed_worker_that_is_started_again_goes_on_where_the_other_is(tmp_pa
         again = worker(pair, 1, tmp_path / "again")
         for one in (stays, again):
             one.wait_for_last("workers 0 1")
-        [said] = [line for line in again.text.splitlines() if line.startswith("steps")]
-        assert int(said.split()[1]) >= taken
+        [summary] = [line for line in again.text.splitlines() if line.startswith("steps")]
+        assert int(summary.split()[1]) >= taken

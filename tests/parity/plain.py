@@ -143,9 +143,9 @@ def put_gradients(model: nn.Module, gradients: Gradients) -> None:
 
 
 def _taken(model: nn.Module) -> Gradients:
-    found = {name: param.grad for name, param in model.named_parameters()}
+    gradients = {name: param.grad for name, param in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
 def _copy(value: Tensor | None) -> Tensor | None:

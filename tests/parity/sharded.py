@@ -128,8 +128,8 @@ def assert_equal(ranks: Sequence[Sharded], plain: Plain, strategy: str) -> None:
     """Losses, every step's gradients, and every parameter and buffer of every rank: bit-equal."""
     assert [rank.losses for rank in ranks] == plain.losses
     for step, expected in enumerate(plain.gradients):
-        found = whole_gradients(ranks, step, strategy)
-        assert differing(found, flat(expected)) == [], f"in step {step}"
+        gradients = whole_gradients(ranks, step, strategy)
+        assert differing(gradients, flat(expected)) == [], f"in step {step}"
     for rank, state in zip(ranks, plain.states, strict=True):
         assert differing(rank.state, state) == []
 

@@ -113,15 +113,15 @@ SHARED = {**KINDS, "Muon": (KINDS["AdamW"][0], How(optimizer=partial(sw.optim.Mu
 
 
 def over_shared_memory(rank: int, world: int, folder: str) -> list[Sharded]:
-    found = []
+    states = []
     with gloo_group(rank, world, folder):
         for kind, compute in RUNS:
             optimizer, how, _ = SHARED[kind]
             recipe = Recipe.of(TIED, optimizer, micro=2)
             how = replace(how, options={"precision": sw.Precision(param_dtype=compute)})
             with over(dist.group.WORLD, transport="memory") as comm:
-                found.append(train(comm, recipe.model(), recipe, how))
-    return found
+                states.append(train(comm, recipe.model(), recipe, how))
+    return states
 
 
 @pytest.mark.spawn

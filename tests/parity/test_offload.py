@@ -236,11 +236,11 @@ def test_a_checkpoint_goes_on_with_and_without_offload(make: Any, tmp_path: Path
         sharded.load(tmp_path / name, optimizer)
         return trained(sharded, optimizer)
 
-    here, there = "none", "everything"
-    [expected, *_] = on_ranks(2, nets.decoder, partial(save, name="device", offload=here))
-    [saved, *_] = on_ranks(2, nets.decoder, partial(save, name="host", offload=there))
+    on_device, on_host = "none", "everything"
+    [expected, *_] = on_ranks(2, nets.decoder, partial(save, name="device", offload=on_device))
+    [saved, *_] = on_ranks(2, nets.decoder, partial(save, name="host", offload=on_host))
     assert equal(saved, expected)
-    for name, offload in (("device", there), ("host", here)):
+    for name, offload in (("device", on_host), ("host", on_device)):
         [state, *_] = on_ranks(2, nets.decoder, partial(load, name=name, offload=offload))
         assert equal(state, expected)
 

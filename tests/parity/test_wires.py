@@ -64,9 +64,9 @@ def test_strategies_that_shard_round_alike_and_train_like_wide_wires(policy: str
         for s in SHARDED
     ]
     assert runs[0] == runs[1] == runs[2] != exact
-    for found, wanted in zip(runs[0], exact, strict=True):
-        assert found == pytest.approx(wanted, rel=0.05)
-        assert found[-1] < 0.9 * found[0]
+    for losses, wanted in zip(runs[0], exact, strict=True):
+        assert losses == pytest.approx(wanted, rel=0.05)
+        assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.prove
@@ -75,9 +75,9 @@ def test_so_do_those_with_copies(strategy: str) -> None:
     policy = POLICIES["fp8"]
     world = 4 if strategy in HYBRIDS else 2
     exact = on_ranks(world, nets.decoder, lambda c, m: trained(c, m, strategy, sw.Precision()))
-    found = on_ranks(world, nets.decoder, lambda c, m: trained(c, m, strategy, policy))
-    assert found != exact
-    for mine, wanted in zip(found, exact, strict=True):
+    runs = on_ranks(world, nets.decoder, lambda c, m: trained(c, m, strategy, policy))
+    assert runs != exact
+    for mine, wanted in zip(runs, exact, strict=True):
         assert mine == pytest.approx(wanted, rel=0.05)
 
 

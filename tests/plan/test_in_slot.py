@@ -290,8 +290,8 @@ def test_the_graph_is_torchs_but_for_a_name_and_keeps_the_view_and_not_the_param
     x = rows(0).requires_grad_()
     out = model(x)  # before torch 2.13 it alone holds the node
     ours = out.grad_fn
-    theirs: Any = F.linear(x, torch.ones(6, 4, requires_grad=True), model[0].bias).grad_fn
-    names = [[node.name() for node, _ in one.next_functions if node] for one in (ours, theirs)]
+    torchs: Any = F.linear(x, torch.ones(6, 4, requires_grad=True), model[0].bias).grad_fn
+    names = [[node.name() for node, _ in one.next_functions if node] for one in (ours, torchs)]
     assert names[0] == names[1]
     assert not any(kept is model[0].weight for kept in ours.saved_tensors)
 
@@ -382,7 +382,7 @@ def test_no_gradient_of_an_embedding_is_copied_of_a_tied_one_neither(
 def test_who_asks_for_the_gradient_of_an_embedding_gets_all_of_it(kind: str) -> None:
     """A hook, and ``torch.autograd.grad`` with and without a graph."""
 
-    def asked(model: Any) -> Iterator[Tensor]:
+    def gradients(model: Any) -> Iterator[Tensor]:
         for records in (False, True):
             loss = model(ids(0)).square().mean()
             yield from torch.autograd.grad(loss, model.parameters(), create_graph=records)
@@ -398,8 +398,10 @@ def test_who_asks_for_the_gradient_of_an_embedding_gets_all_of_it(kind: str) -> 
     words = Words(kind)
     plain, sharded = copy.deepcopy(words), sw.shard(words, comm=LocalComm())
     with sharded.full_params():
-        ours = [*asked(words)]
-    for one, other in zip((*ours, *hooked(words)), (*asked(plain), *hooked(plain)), strict=True):
+        ours = [*gradients(words)]
+    for one, other in zip(
+        (*ours, *hooked(words)), (*gradients(plain), *hooked(plain)), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 

@@ -123,12 +123,12 @@ def test_a_rehearsed_model_follows_its_schedule_from_the_first_step() -> None:
         sharded = sw.shard(models[comm.rank], wrap=WRAP, comm=comm)
         x = numbers(comm.rank, (3, 4))
         guessed = sharded.schedule.events
-        said = sharded.rehearse(x, times=2)
-        assert said.events == sharded.schedule.events != guessed
+        rehearsed = sharded.rehearse(x, times=2)
+        assert rehearsed.events == sharded.schedule.events != guessed
         recorder = Recorder(sharded)
         comm.counters.reset()
         sharded.model(x, times=2).sum().backward()
-        assert recorder.take() == said.events
+        assert recorder.take() == rehearsed.events
         with torch.no_grad():
             forward = sharded.schedule_of("forward").events
             sharded.model(x, times=2)
@@ -233,6 +233,9 @@ def test_on_the_meta_device_what_requires_a_gradient_still_does() -> None:
     model.bias.requires_grad_(False)
     model.register_buffer("trained", torch.ones(2, requires_grad=True))
     tensors = on_meta(model, choose_units(model))
-    asked = {name: tensor.requires_grad for name, tensor in tensors.items()}
-    assert asked == {"weight": True, "bias": False, "trained": True}
-    assert [name for name in asked if isinstance(tensors[name], nn.Parameter)] == ["weight", "bias"]
+    requires_grad = {name: tensor.requires_grad for name, tensor in tensors.items()}
+    assert requires_grad == {"weight": True, "bias": False, "trained": True}
+    assert [name for name in requires_grad if isinstance(tensors[name], nn.Parameter)] == [
+        "weight",
+        "bias",
+    ]

@@ -139,7 +139,7 @@ def test_sizes_are_read_in_the_largest_fitting_unit(nbytes: int, words: str) -> 
 # ---- byte by byte --------------------------------------------------------------------------------
 
 
-def said_and_sent(
+def listed_and_sent(
     comm: Comm, model: nn.Module, net: Net, strategy: str
 ) -> dict[str, tuple[int, int]]:
     """For gathers and reduces: bytes as listed, and bytes as counted on the wire."""
@@ -153,11 +153,11 @@ def said_and_sent(
         Op.GATHER: sent.get("gather", 0),
         Op.REDUCE: sent.get("reduce", 0) + sent.get("spread", 0),
     }
-    found = {}
+    by_op = {}
     for op, nbytes in counted.items():
         listed = sum(schedule.sent(event) for event in schedule.events if event.op is op)
-        found[str(op)] = (listed, nbytes)
-    return found
+        by_op[str(op)] = (listed, nbytes)
+    return by_op
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -167,14 +167,14 @@ def test_the_bytes_that_are_listed_are_the_bytes_that_are_sent(
     net: Net, strategy: str, world: int
 ) -> None:
     models = [net.build() for _ in range(world)]
-    for found in run_threads(
+    for by_op in run_threads(
         world,
-        lambda comm: said_and_sent(comm, models[comm.rank], net, strategy),
+        lambda comm: listed_and_sent(comm, models[comm.rank], net, strategy),
     ):
-        for listed, sent in found.values():
+        for listed, sent in by_op.values():
             assert listed == sent
-        assert (found["gather"][0] > 0) == (strategy != "no_shard")
-        assert found["reduce"][0] > 0
+        assert (by_op["gather"][0] > 0) == (strategy != "no_shard")
+        assert by_op["reduce"][0] > 0
 
 
 @pytest.mark.parametrize("world", [2, 3])

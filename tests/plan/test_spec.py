@@ -58,10 +58,10 @@ def specs(
 @pytest.mark.parametrize("net", NETS, ids=str)
 def test_every_parameter_lies_in_one_bucket(net: Net, bucketing: Any) -> None:
     model = net.build()
-    found = [
+    names = [
         p for spec in specs(model, 0, 3, options=Options(bucketing=bucketing)) for p in spec.params
     ]
-    assert len(found) == len(set(found)) == len(list(model.parameters()))
+    assert len(names) == len(set(names)) == len(list(model.parameters()))
 
 
 def test_one_bucket_holds_one_combination_of_dtypes_and_trainability() -> None:
@@ -91,10 +91,10 @@ def test_bucketing_by_layer_and_by_parameter_splits_units_further() -> None:
 
 def test_trainability_is_that_of_the_moment_of_sharding() -> None:
     model = mostly_frozen()
-    found = specs(model)
-    before = [spec.trainable for spec in found]
+    of_model = specs(model)
+    before = [spec.trainable for spec in of_model]
     model.requires_grad_()
-    assert [spec.trainable for spec in found] == before
+    assert [spec.trainable for spec in of_model] == before
 
 
 # ---- where each one lies -------------------------------------------------------------------------
@@ -246,8 +246,8 @@ def test_what_is_frozen_is_kept_where_full_buckets_stay_and_off_the_host_but_for
     None
 ):
     def of(placement: Placement, options: Options) -> set[tuple[bool, bool, bool]]:
-        found = specs(mostly_frozen(), 0, 2, placement, options)
-        return {(spec.trainable, spec.kept, spec.in_host) for spec in found}
+        buckets = specs(mostly_frozen(), 0, 2, placement, options)
+        return {(spec.trainable, spec.kept, spec.in_host) for spec in buckets}
 
     assert of(FULL, Options()) == {(False, False, False), (True, False, False)}
     assert of(ZERO1, Options()) == {(False, True, False), (True, False, False)}
@@ -274,8 +274,8 @@ def test_what_is_sent_is_kept_beside_the_full_bucket(name: str) -> None:
 
 
 def test_an_optimizers_blocks_are_atoms_of_what_it_steps() -> None:
-    found = specs(mostly_frozen(), 0, 2, options=Options(blocksize=8))
-    atoms = {spec.trainable: {slot.atom for slot in spec.layout.slots} for spec in found}
+    buckets = specs(mostly_frozen(), 0, 2, options=Options(blocksize=8))
+    atoms = {spec.trainable: {slot.atom for slot in spec.layout.slots} for spec in buckets}
     assert atoms == {False: {1, 16}, True: {8}}  # of what is frozen, rows
 
 
@@ -288,13 +288,15 @@ def test_bytes_of_a_grid_of_three_rows_of_two_ranks(placement: Placement) -> Non
     grid, joins = Grid.of(5, 6, splits=True, shape=Shape(3, 2)), placement is PIECES
     options = replace(BF16, offload="everything")
     for unit in choose_units(mostly_frozen()):
-        found = specs_of(unit, options, grid, placement, ALIGNMENT)
-        trained = [spec for spec in found if spec.trainable]
-        every = sum(spec.layout.numel for spec in found)
+        buckets = specs_of(unit, options, grid, placement, ALIGNMENT)
+        trained = [spec for spec in buckets if spec.trainable]
+        every = sum(spec.layout.numel for spec in buckets)
         some = sum(spec.layout.numel for spec in trained)
-        rest = {spec: spec.layout.numel // (6 if joins and spec.trainable else 2) for spec in found}
-        assert all(spec.splits_copies is (joins and spec.trainable) for spec in found)
-        assert bytes_of(found, trained) == UnitBytes(
+        rest = {
+            spec: spec.layout.numel // (6 if joins and spec.trainable else 2) for spec in buckets
+        }
+        assert all(spec.splits_copies is (joins and spec.trainable) for spec in buckets)
+        assert bytes_of(buckets, trained) == UnitBytes(
             gathered=2 * every,
             gradients=2 * some,
             spread=0 if joins else 4 * some,
@@ -376,9 +378,9 @@ def test_the_policy_says_what_some_bucket_of_a_unit_needs() -> None:
     def of(placement: Placement, options: Options) -> list[bool]:
         copies = 2 if placement.hybrid else 1
         grid = Grid.of(0, 2 * copies, splits=True, shape=Shape(copies, 2))
-        found = specs_of(choose_units(decoder())[0], options, grid, placement, ALIGNMENT)
-        policy = policy_of(found, Prefetch())
-        assert policy.placements == {found[0].unit: placement}
+        buckets = specs_of(choose_units(decoder())[0], options, grid, placement, ALIGNMENT)
+        policy = policy_of(buckets, Prefetch())
+        assert policy.placements == {buckets[0].unit: placement}
         every = (policy.joins, policy.loads, policy.reloads)
         assert all(units <= policy.placements.keys() for units in every)
         return [policy.casts, *map(bool, every)]

@@ -197,8 +197,8 @@ def verdict(
     for other in others:
         if (what := difference(first, other, 0.0)) is not None:
             return Verdict("wrong", f"ranks differ: {what}")
-    found = difference(expected, first, tolerance)
-    return Verdict("equal") if found is None else Verdict("wrong", found)
+    message = difference(expected, first, tolerance)
+    return Verdict("equal") if message is None else Verdict("wrong", message)
 
 
 def difference(expected: list[Any], got: list[Any], tolerance: float) -> str | None:

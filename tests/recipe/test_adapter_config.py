@@ -47,7 +47,7 @@ def test_by_default_there_is_none_and_with_a_rank_every_linear_layer_has_one() -
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"alpha": 32}, "rank is null, so there is no adapter, and alpha has no effect"),
         ({"new_tokens": ["<tool>"]}, "there is no adapter, and new_tokens has no effect"),
@@ -56,8 +56,8 @@ def test_by_default_there_is_none_and_with_a_rank_every_linear_layer_has_one() -
         ({"rank": 4, "init": "pissa"}, "'default', 'gaussian' or 'orthogonal'"),
     ],
 )
-def test_what_has_no_effect_or_no_meaning_is_refused(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_what_has_no_effect_or_no_meaning_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         AdapterConfig(**keys)
 
 

@@ -12,14 +12,14 @@ from shardwise.recipe.recipe import Recipe
 WHERE = ValueOrigins("r.yaml", {}, {})
 
 
-def told(text: str, where: ValueOrigins = WHERE) -> list[str]:
+def messages(text: str, where: ValueOrigins = WHERE) -> list[str]:
     with pytest.raises(ValidationError) as caught:
         Recipe.model_validate(yaml.safe_load(text))
     return list(error_messages(caught.value, where))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("model: [1]", "model is [1]; it must be a table of keys, such as width, layers, heads."),
         ("optimizer: {betas: 0.9}", "optimizer.betas is 0.9; it must be a list like [0.9, 0.95]."),
@@ -42,9 +42,9 @@ def told(text: str, where: ValueOrigins = WHERE) -> list[str]:
         ),
     ],
 )
-def test_each_kind_of_mistake_has_its_sentence(text: str, said: str) -> None:
-    (line,) = told(text)
-    assert said in line
+def test_each_kind_of_mistake_has_its_sentence(text: str, message: str) -> None:
+    (line,) = messages(text)
+    assert message in line
     for word in ("pydantic", "Config", "instance", "tuple", "Input", "valid "):
         assert word not in line
 
@@ -52,8 +52,8 @@ def test_each_kind_of_mistake_has_its_sentence(text: str, said: str) -> None:
 def test_a_value_is_blamed_on_its_line_or_on_its_override() -> None:
     lines = {("model",): 1, ("model", "width"): 2}
     text = "model: {width: x}"
-    assert told(text, ValueOrigins("r.yaml", lines, {}))[0].startswith(
+    assert messages(text, ValueOrigins("r.yaml", lines, {}))[0].startswith(
         "r.yaml:2: model.width is 'x'"
     )
     overridden = ValueOrigins("r.yaml", lines, {"model.width": "x"})
-    assert told(text, overridden)[0].startswith("override --model.width is 'x'")
+    assert messages(text, overridden)[0].startswith("override --model.width is 'x'")

@@ -35,8 +35,8 @@ def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
 
 def test_an_unknown_key_names_its_line_and_the_nearest_key(tmp_path: Path) -> None:
     path = written(tmp_path, "model:\n  width: 64\n  hedas: 4\n")
-    said = f"{path}:3: model.hedas: there is no such key; did you mean model.heads?"
-    assert message(path) == said
+    expected = f"{path}:3: model.hedas: there is no such key; did you mean model.heads?"
+    assert message(path) == expected
 
 
 def test_an_unknown_section_names_the_nearest_section(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "said"),
+    ("text", "name", "text_of_error"),
     [
         ("a: [", "r.yaml", "r.yaml:1: this is not valid YAML: after 'a: [' a value, a bracket"),
         (
@@ -92,8 +92,10 @@ def test_a_key_written_twice_is_refused(tmp_path: Path) -> None:
         ("{}", "r.json", "expected a .yaml, .yml or .toml file"),
     ],
 )
-def test_a_file_that_is_no_recipe_says_so(tmp_path: Path, text: str, name: str, said: str) -> None:
-    assert said in message(written(tmp_path, text, name))
+def test_a_file_that_is_no_recipe_says_so(
+    tmp_path: Path, text: str, name: str, text_of_error: str
+) -> None:
+    assert text_of_error in message(written(tmp_path, text, name))
 
 
 def test_a_missing_recipe_names_those_beside_it(tmp_path: Path) -> None:
@@ -125,8 +127,8 @@ def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
 
 
 def test_an_unknown_override_names_the_nearest_key(tmp_path: Path) -> None:
-    said = message(written(tmp_path, ""), "--optimiser.lr", "3")
-    assert said == "override --optimiser.lr: there is no such key; did you mean optimizer.lr?"
+    text = message(written(tmp_path, ""), "--optimiser.lr", "3")
+    assert text == "override --optimiser.lr: there is no such key; did you mean optimizer.lr?"
 
 
 def test_an_override_without_a_value_says_how_to_write_one(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_an_override_without_a_value_says_how_to_write_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "answer"),
     [
         (["--nprocs", "2"], "no such key or option; did you mean --nproc?"),
         (["-n", "2"], "there is no option -n; did you mean --nproc?"),
@@ -146,36 +148,36 @@ def test_an_override_without_a_value_says_how_to_write_one(tmp_path: Path) -> No
     ],
 )
 def test_what_was_meant_for_the_command_is_answered_with_its_options(
-    tmp_path: Path, words: list[str], said: str
+    tmp_path: Path, words: list[str], answer: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         read_recipe(written(tmp_path, ""), words, ("--nproc", "--restarts"))
-    assert said in str(caught.value)
+    assert answer in str(caught.value)
 
 
 def test_a_wrong_override_is_blamed_and_not_the_file(tmp_path: Path) -> None:
-    said = message(written(tmp_path, "model: {width: 64}\n"), "--model.width", "3x")
-    assert said.startswith("override --model.width is '3x'")
+    text = message(written(tmp_path, "model: {width: 64}\n"), "--model.width", "3x")
+    assert text.startswith("override --model.width is '3x'")
 
 
 def test_an_override_of_a_whole_table_is_blamed_for_what_is_in_it(tmp_path: Path) -> None:
     path = written(tmp_path, "sharding: {strategy: zero2}\n")
-    said = message(path, "--sharding.precision", "{average: foo}")
-    assert said.startswith("override --sharding.precision: sharding.precision.average is 'foo'")
+    text = message(path, "--sharding.precision", "{average: foo}")
+    assert text.startswith("override --sharding.precision: sharding.precision.average is 'foo'")
 
 
 def test_a_list_of_words_says_which(tmp_path: Path) -> None:
-    said = message(written(tmp_path, ""), "--logging.trackers", "foo")
-    assert said.endswith("a list of tensorboard, trackio, wandb, mlflow, such as [tensorboard].")
+    text = message(written(tmp_path, ""), "--logging.trackers", "foo")
+    assert text.endswith("a list of tensorboard, trackio, wandb, mlflow, such as [tensorboard].")
 
 
 def test_the_list_of_offload_is_answered_by_its_mode(tmp_path: Path) -> None:
-    said = message(written(tmp_path, ""), "--sharding.offload", "[gradients, optimizer]")
-    assert said.endswith("write offload: optimizer")
+    text = message(written(tmp_path, ""), "--sharding.offload", "[gradients, optimizer]")
+    assert text.endswith("write offload: optimizer")
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "blame"),
     [
         (["--model.heads", "3"], "override --model.heads 3: width 64 over 3 heads"),
         (
@@ -190,10 +192,10 @@ def test_the_list_of_offload_is_answered_by_its_mode(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_do_not_fit_each_other_are_blamed_on_the_override(
-    tmp_path: Path, override: list[str], said: str
+    tmp_path: Path, override: list[str], blame: str
 ) -> None:
-    heads = 5 if "seed" in said or "r.yaml" in said else 4
-    assert said in message(written(tmp_path, f"model: {{width: 64, heads: {heads}}}"), *override)
+    heads = 5 if "seed" in blame or "r.yaml" in blame else 4
+    assert blame in message(written(tmp_path, f"model: {{width: 64, heads: {heads}}}"), *override)
 
 
 def test_an_override_inside_a_short_form_says_what_to_do(tmp_path: Path) -> None:

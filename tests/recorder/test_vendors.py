@@ -45,8 +45,8 @@ def calls(module: type[Xpu]) -> dict[str, Any]:
 
 def test_torch_xpu_has_each_call_with_these_arguments() -> None:
     for name, call in calls(Xpu).items():
-        theirs = inspect.signature(getattr(torch.xpu, name)).parameters
-        assert [*inspect.signature(call).parameters][1:] == [*theirs], name
+        parameters = inspect.signature(getattr(torch.xpu, name)).parameters
+        assert [*inspect.signature(call).parameters][1:] == [*parameters], name
 
 
 def test_torch_hpu_has_other_statistics_and_one_device_of_a_process() -> None:

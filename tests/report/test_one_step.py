@@ -9,8 +9,8 @@ MOMENTS: list[Moment] = list(EVENTS)
 
 
 def test_calls_and_transfers_are_slices_of_two_lanes() -> None:
-    found = [(s.lane, s.row, s.start, s.stop, s.label) for s in slices(MOMENTS)]
-    assert found == [
+    listed = [(s.lane, s.row, s.start, s.stop, s.label) for s in slices(MOMENTS)]
+    assert listed == [
         ("link", 0, 0.01, 0.02, "gather a.b"),
         ("computation", 0, 0.02, 0.05, "a.b"),
         ("computation", 0, 0.06, 0.08, "a.b"),

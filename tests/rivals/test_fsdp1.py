@@ -797,8 +797,8 @@ def test_params_count_and_value() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
         with sharded.full_params():
-            found = {name: param.detach().clone() for name, param in model.named_parameters()}
-        assert equal(found, expected)
+            params = {name: param.detach().clone() for name, param in model.named_parameters()}
+        assert equal(params, expected)
 
     expected = {n: p.detach().clone() for n, p in seeded(blocks).named_parameters()}
     on_two(rank)

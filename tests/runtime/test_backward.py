@@ -211,8 +211,8 @@ def test_one_rank_alone_is_handed_out_gradients_where_many_are() -> None:
     params = list(model.parameters())
     error_text(sw.ShardUseError, lambda: torch.autograd.grad(model(BATCHES[0][0]).sum(), params))
     with sharded.full_params():
-        found = torch.autograd.grad(model(BATCHES[0][0]).sum(), params)
-    assert all(map(torch.equal, found, expected))
+        gradients = torch.autograd.grad(model(BATCHES[0][0]).sum(), params)
+    assert all(map(torch.equal, gradients, expected))
 
 
 def test_a_graph_that_is_never_used_keeps_nothing_after_a_step() -> None:

@@ -80,11 +80,11 @@ def test_after_a_step_buffers_are_each_ranks_own_rank_0s_or_the_mean(
         train(model, BATCH(comm.rank, 4))
         return statistics(model)
 
-    for mine, found in enumerate(on_ranks(world, BUILD, rank)):
+    for mine, after in enumerate(on_ranks(world, BUILD, rank)):
         if policy != "average":
-            assert equal(found, own[mine if policy == "local" else 0])
+            assert equal(after, own[mine if policy == "local" else 0])
             continue
-        for name, value in found.items():
+        for name, value in after.items():
             mean = torch.stack([buffers[name].double() for buffers in own]).mean(0)
             assert_near(value.double(), mean, 1e-6)
             assert value.dtype == own[0][name].dtype  # the counts of batches stay integers
@@ -135,9 +135,9 @@ def test_a_checkpoint_has_each_ranks_buffers_only_where_they_differ(
             if isinstance(module, nn.BatchNorm2d):
                 module.reset_running_stats()
         sharded.load(tmp_path / "step-2", training=sw.Training())
-        found = {n: v for n, v in model.state_dict().items() if n.endswith(STATISTICS)}
-        assert found
-        assert equal(found, stored)
+        local_values = {n: v for n, v in model.state_dict().items() if n.endswith(STATISTICS)}
+        assert local_values
+        assert equal(local_values, stored)
 
     on_ranks(2, BUILD, rank)
     own = (tmp_path / "step-2" / "training/ranks.safetensors").read_bytes()

@@ -179,8 +179,8 @@ def test_inductor(batches: tuple[int, ...]) -> None:
     sw.shard(plain, comm=FakeComm(0, 3))
     block_after(compiled, lambda model: sw.shard(model, comm=FakeComm(0, 3)), "inductor")
     with torch._inductor.config.patch(compile_threads=1):
-        found = trained(compiled, 0, batches)
-    assert found == pytest.approx(trained(plain, 0, batches), rel=1e-5)
+        of_compiled = trained(compiled, 0, batches)
+    assert of_compiled == pytest.approx(trained(plain, 0, batches), rel=1e-5)
 
 
 def test_blocks_share_one_graph_and_the_engine_is_in_none() -> None:

@@ -12,10 +12,10 @@ class Pass:
     """Forward calls, and what a backward pass tells: ``+unit`` enters, ``-unit`` leaves."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.calls = ForwardCalls(
-            lambda unit, together: self.told.append(f"+{unit}"),
-            lambda unit: self.told.append(f"-{unit}"),
+            lambda unit, together: self.events.append(f"+{unit}"),
+            lambda unit: self.events.append(f"-{unit}"),
         )
 
     def called(
@@ -37,8 +37,8 @@ class Pass:
         self.calls.come_to(call, node, node)
 
     def take(self) -> str:
-        told, self.told = " ".join(self.told), []
-        return told
+        events, self.events = " ".join(self.events), []
+        return events
 
 
 def test_a_plain_block_is_entered_at_its_output_and_left_at_its_input() -> None:

@@ -158,8 +158,8 @@ def test_parameters_that_another_engine_trains_are_not_warned_of(
     """In an optimizer of their own or in one for both; those that nobody averages are named."""
     model, aux = decoder(), nn.Parameter(torch.ones(3))
     sw.shard(model, comm=FakeComm(0, 2))
-    theirs = BESIDE[what](decoder())
-    named = theirs.named_parameters()
+    wrapped = BESIDE[what](decoder())
+    named = wrapped.named_parameters()
     moved: list[nn.Parameter] = [p for name, p in named if "blocks.0." in name or "flat" in name]
     assert moved
     groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": moved}]

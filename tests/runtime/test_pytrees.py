@@ -61,10 +61,10 @@ def test_what_cannot_be_looked_into_is_known_to_hide_tensors() -> None:
 def test_makers_are_the_nodes_of_what_requires_a_gradient_each_once() -> None:
     leaf = torch.ones(2, requires_grad=True)
     product = leaf * 2
-    found = grad_fns(tensors([product, (product, A), {"leaf": leaf}]))
-    assert found[0] is product.grad_fn
-    assert len(found) == 2
-    assert "AccumulateGrad" in found[1].name()
+    nodes = grad_fns(tensors([product, (product, A), {"leaf": leaf}]))
+    assert nodes[0] is product.grad_fn
+    assert len(nodes) == 2
+    assert "AccumulateGrad" in nodes[1].name()
 
 
 def test_the_makers_of_a_view_are_its_own_and_that_of_its_base() -> None:
@@ -87,9 +87,9 @@ def test_casts_reach_every_tensor_and_leave_the_packing(name: str) -> None:
     tree, expected = TREES[name]
     narrowed = cast(tree, torch.float16)
     assert type(narrowed) is type(tree)
-    found = list(tensors(narrowed))
-    assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
-    assert all(tensor.dtype is torch.float16 for tensor in found)
+    leaves = list(tensors(narrowed))
+    assert [tensor.shape for tensor in leaves] == [tensor.shape for tensor in expected]
+    assert all(tensor.dtype is torch.float16 for tensor in leaves)
 
 
 def test_only_floating_point_is_cast() -> None:

@@ -112,9 +112,9 @@ def rounds(comm: Comm, model: nn.Module, batch: Batch, strategy: str) -> dict[Mo
     comm.counters.reset()
     for again in (False, True):
         for mode in ("train", "accumulate", "last", "forward"):
-            said = sharded.schedule_of(mode).events
+            listed = sharded.schedule_of(mode).events
             one_of(mode, sharded, batch)
-            equal[mode] = recorder.take() == said or not again
+            equal[mode] = recorder.take() == listed or not again
     return equal
 
 
@@ -390,9 +390,9 @@ def reads_late(comm: Any) -> None:
 def test_a_changed_order_is_said_once_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shardwise"):
         play(Chain(), [train, along(0, 2), train, along(2, 0), train], BATCHES)
-    [said] = caplog.messages
-    assert said.startswith("the order of units changed in step 2 (train)")
-    assert "prefetch=sw.Prefetch(forward=0, backward=0)" in said
+    [message] = caplog.messages
+    assert message.startswith("the order of units changed in step 2 (train)")
+    assert "prefetch=sw.Prefetch(forward=0, backward=0)" in message
 
 
 def test_a_second_backward_pass_through_one_graph_changes_no_order(
@@ -434,10 +434,10 @@ def test_an_evaluation_along_another_path_is_known_the_next_time() -> None:
     recorder, follows = Recorder(sharded), []
     for _ in range(2):
         recorder.events.clear()
-        said = sharded.schedule_of("forward").events
+        listed = sharded.schedule_of("forward").events
         with torch.no_grad():
             loss(sharded.model, BATCHES[0])
-        follows.append(tuple(recorder.events) == said)
+        follows.append(tuple(recorder.events) == listed)
     assert follows == [False, True]
 
 
@@ -483,13 +483,13 @@ def test_after_an_exception_the_next_step_is_right_and_the_stopped_one_forgotten
     def rank(comm: Comm) -> None:
         sharded = sw.shard(models[comm.rank], strategy, comm=comm)
         batch = BATCHES[comm.rank]
-        recorder, said = Recorder(sharded), sharded.schedule.events
+        recorder, listed = Recorder(sharded), sharded.schedule.events
         for _ in range(2):
             STOPS[where](sharded.model, batch)
             recorder.events.clear()
             comm.counters.reset()
             train(sharded.model, batch)
-            assert recorder.take() == said
+            assert recorder.take() == listed
             assert_gradients(sharded.model, truth)
             assert_at_rest(sharded)
             sharded.model.zero_grad()
@@ -810,7 +810,7 @@ def test_elsewhere_every_rank_says_at_once_that_they_differ(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", [run_threads, run_sharing])
 @pytest.mark.parametrize(
-    ("rate", "said"),
+    ("rate", "message"),
     [
         (0.0, "parameters [(]"),
         (0.2, r"parameters, after 1 × SGD.step\(\) with lr 0.2, 0.1 "),
@@ -819,7 +819,7 @@ def test_elsewhere_every_rank_says_at_once_that_they_differ(
     ids=["skipped", "another_rate", "another_tensor"],
 )
 def test_a_rank_that_updates_otherwise_than_others_is_named_in_the_next_step(
-    run: Callable[..., list[Any]], strategy: str, rate: float | Tensor, said: str
+    run: Callable[..., list[Any]], strategy: str, rate: float | Tensor, message: str
 ) -> None:
     """A loss that one rank alone leaves out, or a scheduler that looks at the rank's own loss."""
     models = [Chain(), Chain()]
@@ -838,7 +838,7 @@ def test_a_rank_that_updates_otherwise_than_others_is_named_in_the_next_step(
                 optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(sw.RanksDisagree, match="rank 1 is at agree used " + said) as error:
+    with pytest.raises(sw.RanksDisagree, match="rank 1 is at agree used " + message) as error:
         run(2, rank, timeout=30.0)
     assert "parameters, after 1 × SGD.step() with lr 0.1 (" in str(error.value)
 

@@ -53,13 +53,13 @@ def test_each_mode_gathers_and_reduces_what_it_must() -> None:
 def test_only_the_first_change_of_an_order_that_a_step_has_followed_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, there, back = new(), order_of("a", "b"), order_of("b", "a")
-    told = []
-    for order in (back, back, None, there, back):  # no step had followed the guess
+    model, order_ab, order_ba = new(), order_of("a", "b"), order_of("b", "a")
+    counts = []
+    for order in (order_ba, order_ba, None, order_ab, order_ba):  # no step had followed the guess
         model.learn("train", order, logs=True)
-        told.append(len(caplog.messages))
+        counts.append(len(caplog.messages))
         assert order in (None, model.orders["train"])
-    assert told == [0, 0, 0, 1, 1]
+    assert counts == [0, 0, 0, 1, 1]
     assert model.steps_done == 5
     model.learn("forward", None, logs=True)
     assert model.steps_done == 5

@@ -35,9 +35,9 @@ def weight(model: nn.Module) -> None:
 
 
 def blocks(model: nn.Module) -> nn.ModuleList:
-    found = model.get_submodule("blocks")
-    assert isinstance(found, nn.ModuleList)
-    return found
+    module = model.get_submodule("blocks")
+    assert isinstance(module, nn.ModuleList)
+    return module
 
 
 class Around(nn.Module):
@@ -84,7 +84,7 @@ def test_what_is_put_in_or_taken_out_is_named_at_the_next_step(what: str) -> Non
         train(model, BATCH)
         optimizer = torch.optim.SGD(model.parameters())
         change(model)
-        asked: list[Callable[[], object]] = [
+        calls: list[Callable[[], object]] = [
             lambda: model(BATCH[0]),
             torch.no_grad()(lambda: model(BATCH[0])),
             optimizer.step,
@@ -92,7 +92,7 @@ def test_what_is_put_in_or_taken_out_is_named_at_the_next_step(what: str) -> Non
             model.state_dict,
             sharded.local_state_dict,
         ]
-        texts = [error_text(sw.ConfigError, do) for do in asked]
+        texts = [error_text(sw.ConfigError, do) for do in calls]
         sharded.unshard()
         return texts
 

@@ -55,13 +55,13 @@ def test_its_bytes_are_those_of_all_buckets_and_of_trainable_gradients_padding_i
 
 def test_copies_spread_means_as_stored_or_join_what_is_trained_as_it_is_computed_in() -> None:
     precision = sw.Precision(param_dtype=torch.bfloat16)
-    found = {}
+    units = {}
     for strategy in ("hybrid_shard", "hybrid_full"):
         comm = FakeComm(0, 6)
         sharded = sw.shard(mostly_frozen(), strategy, comm=comm, mesh=(3, 2), precision=precision)
-        found[strategy] = sharded.runtime.units["blocks.0"]
-    _, trained = (bucket.layout.numel for bucket in found["hybrid_full"].buckets)
-    spread, joined = (found[strategy].nbytes() for strategy in found)
+        units[strategy] = sharded.runtime.units["blocks.0"]
+    _, trained = (bucket.layout.numel for bucket in units["hybrid_full"].buckets)
+    spread, joined = (units[strategy].nbytes() for strategy in units)
     assert (spread.spread, spread.joined) == (4 * trained, 0)
     assert (joined.spread, joined.joined) == (0, 2 * trained)
 

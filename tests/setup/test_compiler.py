@@ -131,8 +131,8 @@ def test_a_model_that_is_one_unit_is_one_graph() -> None:
     tower = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # a part that could be called alone
     model = nn.Sequential(tower, nn.LayerNorm(4))
     sw.shard(model, wrap=sw.wrap.whole(), comm=FakeComm(0, 3), compile="aot_eager")
-    found = counted(lambda: model(torch.ones(2, 4)).sum().backward())
-    assert found == {"graphs": 1, "breaks": 0, "recompiled": 0}
+    counts = counted(lambda: model(torch.ones(2, 4)).sum().backward())
+    assert counts == {"graphs": 1, "breaks": 0, "recompiled": 0}
 
 
 @pytest.mark.prove

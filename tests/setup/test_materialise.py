@@ -178,15 +178,15 @@ def test_real_values_are_kept_and_only_meta_modules_are_initialised() -> None:
     plain = clones(model.state_dict())
     part = model.get_submodule("blocks.1")
     part.to_empty(device="meta")
-    asked: list[nn.Module] = []
+    initialised: list[nn.Module] = []
 
     def init(module: nn.Module) -> None:
-        asked.append(module)
+        initialised.append(module)
         default_init(module)
 
     sw.shard(model, init=init)
     filled = {m for m in part.modules() if any(True for _ in m.parameters(recurse=False))}
-    assert set(asked) == filled
+    assert set(initialised) == filled
     state = model.state_dict()
     for name, value in plain.items():
         assert name.startswith("blocks.1.") or torch.equal(state[name], value)

@@ -286,20 +286,20 @@ def test_a_transformers_model_is_refused_while_its_own_checkpointing_is_on() -> 
     sw.shard(model, comm=LocalComm(), activation_checkpointing=True)
 
 
-@pytest.mark.parametrize("theirs", [False, True])
+@pytest.mark.parametrize("by_transformers", [False, True])
 def test_a_transformers_model_trains_alike_with_our_checkpointing_and_with_its_own(
-    theirs: bool,
+    by_transformers: bool,
 ) -> None:
     torch.manual_seed(0)
     model: Any = tiny_llama().train()
     truth = averaged(model, llama_step, BATCHES)
-    if theirs:
+    if by_transformers:
         model.activation_checkpointing_enable()
     models = [model, deepcopy(model)]
 
     def rank(comm: Comm) -> None:
         mine = models[comm.rank]
-        sharded = sw.shard(mine, comm=comm, activation_checkpointing=not theirs)
+        sharded = sw.shard(mine, comm=comm, activation_checkpointing=not by_transformers)
         for _ in range(2):
             llama_step(mine, BATCHES[comm.rank])
             assert_gradients(mine, truth)
@@ -382,8 +382,10 @@ def test_both_kinds_of_checkpoint_work_wherever_they_are(
     model = Checkpointed(where, reentrant=reentrant)
     taken = play(model, [train] * 3, batches, strategy=strategy)
     assert not taken[2].on_demand
-    said, done = (Counter(units_of(events, Op.GATHER)) for events in (taken[2].said, taken[2].done))
-    assert done == said  # some earlier than listed, where several units are computed again
+    listed, done = (
+        Counter(units_of(events, Op.GATHER)) for events in (taken[2].listed, taken[2].done)
+    )
+    assert done == listed  # some earlier than listed, where several units are computed again
 
 
 def test_tied_and_encoder_decoder_models_may_be_checkpointed() -> None:

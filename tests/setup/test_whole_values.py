@@ -192,9 +192,9 @@ def test_a_write_into_a_state_dict_is_told_since_it_changes_nothing(
         use(model, sharded)
 
     on_ranks(2, nets.decoder, rank)
-    told = [text for text in caplog.messages if "state_dict() was written in place" in text]
-    assert len(told) == 2  # once on each rank
-    assert "`for p in model.parameters(): p.mul_(0.9)`" in told[0]
+    warnings = [text for text in caplog.messages if "state_dict() was written in place" in text]
+    assert len(warnings) == 2  # once on each rank
+    assert "`for p in model.parameters(): p.mul_(0.9)`" in warnings[0]
 
 
 def test_a_state_dict_that_is_only_read_or_loaded_is_not_told(
@@ -275,8 +275,8 @@ def test_missing_and_unexpected_names_are_torchs_business() -> None:
         state["spare"] = state.pop("norm.weight")
         text = error_text(RuntimeError, lambda: model.load_state_dict(state))
         assert 'Missing key(s) in state_dict: "norm.weight"' in text
-        found = model.load_state_dict(state, strict=False)
-        assert (found.missing_keys, found.unexpected_keys) == (["norm.weight"], ["spare"])
+        result = model.load_state_dict(state, strict=False)
+        assert (result.missing_keys, result.unexpected_keys) == (["norm.weight"], ["spare"])
 
     on_ranks(2, nets.decoder, rank)
 
@@ -301,13 +301,13 @@ def all_hooks(model: nn.Module) -> list[Any]:
         "_state_dict_hooks",
         "_load_state_dict_pre_hooks",
     )
-    found: list[Any] = []
+    hooks: list[Any] = []
     for module in model.modules():
-        found += [hook for name in named for hook in getattr(module, name).values()]
-        found += [name for name in ("__deepcopy__", "forward") if name in vars(module)]
+        hooks += [hook for name in named for hook in getattr(module, name).values()]
+        hooks += [name for name in ("__deepcopy__", "forward") if name in vars(module)]
     params: Iterable[nn.Parameter] = model.parameters()
-    found += [hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
-    return found
+    hooks += [hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
+    return hooks
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -36,13 +36,13 @@ class Watched:
     Attributes:
         trained: (step, rank) → the tokens that this rank was given, ``[rows, context]``; the last
             time counts.
-        told: all records, in order.
+        records: all of them, in order.
         drawn: the steps in the last picture.
     """
 
     monkeypatch: pytest.MonkeyPatch
     trained: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
-    told: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -56,13 +56,13 @@ class Watched:
         self.monkeypatch.setattr("shardwise.train.results.plot_loss", draw)
 
     def _record_rows_of(self, kind: type[Batches | StreamBatches]) -> None:
-        given: Callable[[Any, int], list[MicroBatch]] = kind.step
+        original: Callable[[Any, int], list[MicroBatch]] = kind.step
 
         def step(batches: Batches | StreamBatches, number: int) -> list[MicroBatch]:
-            found = given(batches, number)
-            rows = [row for micro in found for row in micro.ids.tolist()]
+            micro_batches = original(batches, number)
+            rows = [row for micro in micro_batches for row in micro.ids.tolist()]
             self.trained[number + 1, batches.rank] = rows
-            return found
+            return micro_batches
 
         self.monkeypatch.setattr(kind, "step", step)
 
@@ -70,16 +70,21 @@ class Watched:
         self,
         recipe: Recipe,
         world: int,
-        heard: Callable[[Record], None] = lambda _: None,
+        on_record: Callable[[Record], None] = lambda _: None,
         ask: Callable[[Comm], SignalRequests] = lambda _: SignalRequests(),
         foresight: Foresight = USUAL,
     ) -> Outcome:
-        """One run on ``world`` threads; ``heard`` sees what rank 0 says, ``ask`` what is asked."""
+        """One run on ``world`` threads.
+
+        Args:
+            on_record: called with each record of rank 0.
+            ask: makes the requests of a rank.
+        """
 
         def emit(record: Record) -> None:
             if not isinstance(record, Busy):  # of a slow machine
-                self.told.append(record)
-                heard(record)
+                self.records.append(record)
+                on_record(record)
 
         outcomes = threads.run(
             world, lambda comm: train(recipe, comm, emit, ask(comm), foresight=foresight)
@@ -92,12 +97,12 @@ class Watched:
     def killed(self, recipe: Recipe, world: int, at: tuple[int, int, int]) -> None:
         """A run that dies in micro-batch ``at = (step, rank, number)``, all from 1 but the rank."""
         loss, done = Job._loss, dict.fromkeys(range(world), 0)
-        given = Batches.step
+        original = Batches.step
 
         def step(batches: Batches, number: int) -> list[MicroBatch]:
             done[batches.rank] = 0
             now[batches.rank] = number + 1
-            return given(batches, number)
+            return original(batches, number)
 
         def dying(job: Job, batch: MicroBatch, in_host: MicroBatch) -> Tensor:
             rank = job.sharded.comm.rank
@@ -123,7 +128,7 @@ class Watched:
         ]
 
     def kind(self, kind: type[Any]) -> list[Any]:
-        return [record for record in self.told if isinstance(record, kind)]
+        return [record for record in self.records if isinstance(record, kind)]
 
 
 def lines(recipe: Recipe) -> list[dict[str, Any]]:
@@ -137,8 +142,8 @@ def losses(recipe: Recipe) -> list[float]:
     return [line["loss"] for line in lines(recipe) if "loss" in line]
 
 
-def steps(told: list[Record]) -> list[int]:
-    return [record.step for record in told if isinstance(record, Stepped)]
+def steps(records: list[Record]) -> list[int]:
+    return [record.step for record in records if isinstance(record, Stepped)]
 
 
 def saved(recipe: Recipe) -> list[str]:

@@ -133,12 +133,12 @@ def test_the_best_stays_however_old(tmp_path: Path, watched: Watched) -> None:
         "optimizer.warmup=4",
     )
     watched.run(recipe, 2)
-    found = {e.step: e.loss for e in watched.kind(Evaluated)}
-    best = min(found, key=lambda step: found[step])
+    by_step = {e.step: e.loss for e in watched.kind(Evaluated)}
+    best = min(by_step, key=lambda step: by_step[step])
     assert best < 6
     assert saved(recipe) == [f"step-{best}"]
     record = json.loads((checkpoint(recipe, best) / "manifest.json").read_text())
-    assert record["metric"] == found[best]
+    assert record["metric"] == by_step[best]
 
 
 def test_the_best_so_far_is_remembered_when_the_run_goes_on(
@@ -148,13 +148,13 @@ def test_the_best_so_far_is_remembered_when_the_run_goes_on(
     recipe = recipe_in(tmp_path, *changes, "optimizer.lr=3", "optimizer.warmup=4")
     watched.run(recipe, 2)
     wanted = [s.step for s in watched.kind(Saved)]
-    watched.told.clear()
+    watched.records.clear()
     cut = recipe_in(tmp_path / "cut", *changes, "optimizer.lr=3", "optimizer.warmup=4")
     stop = SignalRequests()
     watched.run(cut, 2, when(4, stop.stop), lambda c: stop if c.rank == 0 else SignalRequests())
     watched.run(cut, 2)
-    asked = [s.step for s in watched.kind(Saved) if s.step != 5]
-    assert asked == [step for step in wanted if step != 5]
+    steps = [s.step for s in watched.kind(Saved) if s.step != 5]
+    assert steps == [step for step in wanted if step != 5]
 
 
 def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path, watched: Watched) -> None:
@@ -181,14 +181,14 @@ def test_a_file_asks_all_ranks_to_save_and_stop(tmp_path: Path, watched: Watched
     assert (outcome.step, outcome.stopped) == (3, True)
     assert saved(recipe) == ["step-3"]
     assert not asks.exists()
-    assert steps(watched.told) == [1, 2, 3]
+    assert steps(watched.records) == [1, 2, 3]
 
 
 def test_a_rank_of_which_nobody_thinks_can_ask_too(tmp_path: Path, watched: Watched) -> None:
     recipe = recipe_in(tmp_path, "checkpoint.save_every=0", "batch.micro=2")
-    asked = SignalRequests()
+    requests = SignalRequests()
     watched.run(
-        recipe, 3, when(4, asked.save), lambda c: asked if c.rank == 2 else SignalRequests()
+        recipe, 3, when(4, requests.save), lambda c: requests if c.rank == 2 else SignalRequests()
     )
     assert saved(recipe) in (["step-4"], ["step-5"])
 
@@ -204,9 +204,9 @@ def test_a_save_that_fails_does_not_end_the_run(
     with failing("half of the data written"):
         outcome = watched.run(recipe, 2)
     assert (outcome.step, outcome.save_error) == (6, "")
-    (said,) = watched.kind(Warned)
-    assert said.message.startswith("NOT SAVED, and the run goes on: ")
-    assert "the disk is full" in said.message
+    (warning,) = watched.kind(Warned)
+    assert warning.message.startswith("NOT SAVED, and the run goes on: ")
+    assert "the disk is full" in warning.message
     assert saved(recipe) == ["step-4", "step-6"]
     whole = recipe_in(tmp_path / "whole")
     watched.run(whole, 2)
@@ -237,11 +237,11 @@ def test_a_model_that_cannot_be_written_is_told_with_what_was_saved(
         patch.setattr("shardwise.checkpoint.one_file.allocate", full)
         with pytest.raises(CheckpointError) as caught:
             watched.run(recipe, 1)
-    said = str(caught.value)
+    text = str(caught.value)
     place = f"{recipe.run.folder}/model.safetensors"
-    assert "has taken all its 6 steps, and the model could not be written: " in said
-    assert "No space left on device" in said
-    assert "Its last checkpoint could not be saved either: " in said
+    assert "has taken all its 6 steps, and the model could not be written: " in text
+    assert "No space left on device" in text
+    assert "Its last checkpoint could not be saved either: " in text
     watched.run(recipe, 1)
     assert Path(place).is_file()
 
@@ -251,7 +251,7 @@ def test_what_is_broken_is_skipped_loudly_and_makes_room(tmp_path: Path, watched
     watched.killed(recipe, 2, at=(5, 0, 1))
     weights = checkpoint(recipe, 4) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    watched.told.clear()
+    watched.records.clear()
     watched.run(recipe, 2)
     skipped, moved = watched.kind(Warned)
     assert skipped.message.startswith(f"SKIPPED {checkpoint(recipe, 4)}")
@@ -316,9 +316,9 @@ def test_an_interrupted_run_that_says_overwrite_goes_on_and_a_finished_one_begin
     watched.killed(recipe, 2, at=(5, 0, 1))
     watched.run(recipe, 2)
     assert [back.step for back in watched.kind(Resumed)] == [4]
-    watched.told.clear()
+    watched.records.clear()
     watched.run(recipe, 2)
-    assert steps(watched.told) == [1, 2, 3, 4, 5, 6]
+    assert steps(watched.records) == [1, 2, 3, 4, 5, 6]
     assert watched.kind(Replaced) == [Replaced(recipe.run.folder, 6)]
     assert not list(Path(recipe.run.folder).glob("replaced-*"))
 
@@ -330,9 +330,9 @@ def test_a_finished_run_says_so_and_trains_no_more(tmp_path: Path, watched: Watc
     recipe = recipe_in(tmp_path, "batch.micro=2")
     watched.run(recipe, 2)
     before = {path: path.stat().st_mtime_ns for path in Path(recipe.run.folder).rglob("*")}
-    watched.told.clear()
+    watched.records.clear()
     assert watched.run(recipe, 3).step == 6
-    assert watched.told == [Complete(recipe.run.folder, 6)]
+    assert watched.records == [Complete(recipe.run.folder, 6)]
     after = {path: path.stat().st_mtime_ns for path in Path(recipe.run.folder).rglob("*")}
     assert after == before
 
@@ -340,9 +340,9 @@ def test_a_finished_run_says_so_and_trains_no_more(tmp_path: Path, watched: Watc
 def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, watched: Watched) -> None:
     watched.run(recipe_in(tmp_path), 2)
     more = recipe_in(tmp_path, "run.steps=8")
-    watched.told.clear()
+    watched.records.clear()
     assert watched.run(more, 2).step == 8
-    assert steps(watched.told) == [7, 8]
+    assert steps(watched.records) == [7, 8]
     assert watched.drawn == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -354,7 +354,7 @@ def test_another_run_or_one_of_its_checkpoints_can_be_where_a_run_begins(
     wanted, folder = digest(first, 6), Path(first.run.folder)
     for place in (checkpoint(first, 4), folder / "checkpoints", folder):
         newer = 4 if place.name == "step-4" else 6
-        watched.told.clear()
+        watched.records.clear()
         new = recipe_in(tmp_path, f"run.folder={tmp_path / 'new'}", f"checkpoint.resume={place}")
         watched.run(
             new.model_copy(update={"run": new.run.model_copy(update={"overwrite": True})}), 2

@@ -45,8 +45,8 @@ def test_a_completion_and_columns_of_other_names() -> None:
         "1 + 1 =", " 2"
     )
     row = {"question": "Q", "a": "A"}
-    found = sample(row, config("completion", prompt="question", completion="a"))
-    assert found == Prompted("Q", "A")
+    example = sample(row, config("completion", prompt="question", completion="a"))
+    assert example == Prompted("Q", "A")
 
 
 def test_sharegpt_is_messages() -> None:

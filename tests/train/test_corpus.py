@@ -23,11 +23,11 @@ def corpus(texts: list[str]) -> Corpus:
 
 
 def test_the_default_is_the_standard_library_without_its_tests() -> None:
-    found = read("stdlib", max_bytes=200_000)
-    assert found.name == "Python's standard library"
-    assert found.nbytes == 200_000
-    assert found.capped
-    assert any("def " in text for text in found.documents)
+    stdlib = read("stdlib", max_bytes=200_000)
+    assert stdlib.name == "Python's standard library"
+    assert stdlib.nbytes == 200_000
+    assert stdlib.capped
+    assert any("def " in text for text in stdlib.documents)
 
 
 def test_reading_twice_gives_the_same_documents_in_the_same_order(tmp_path: Path) -> None:
@@ -36,9 +36,9 @@ def test_reading_twice_gives_the_same_documents_in_the_same_order(tmp_path: Path
 
 
 def test_each_text_file_is_a_document(tmp_path: Path) -> None:
-    found = read(text_folder(tmp_path / "text", count=5))
-    assert sorted(found.documents) == sorted(documents(5))
-    assert (found.files, found.left_out, found.capped) == (5, (), False)
+    texts = read(text_folder(tmp_path / "text", count=5))
+    assert sorted(texts.documents) == sorted(documents(5))
+    assert (texts.files, texts.left_out, texts.capped) == (5, (), False)
 
 
 def test_one_file_is_a_corpus_too(tmp_path: Path) -> None:
@@ -48,13 +48,13 @@ def test_one_file_is_a_corpus_too(tmp_path: Path) -> None:
 
 def test_a_limit_takes_a_sample_of_all_files_and_cuts_the_last(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "text", count=40)
-    found = read(folder, max_bytes=2_001)
-    assert found.capped
-    assert found.nbytes == 2_001
+    sample = read(folder, max_bytes=2_001)
+    assert sample.capped
+    assert sample.nbytes == 2_001
     whole = read(folder).documents
-    assert found.documents[:-1] == whole[: len(found.documents) - 1]
-    assert whole[len(found.documents) - 1].startswith(found.documents[-1])
-    assert list(found.documents) != sorted(documents(40))[: len(found.documents)]
+    assert sample.documents[:-1] == whole[: len(sample.documents) - 1]
+    assert whole[len(sample.documents) - 1].startswith(sample.documents[-1])
+    assert list(sample.documents) != sorted(documents(40))[: len(sample.documents)]
 
 
 def test_a_limit_that_the_text_just_meets_leaves_nothing_out(tmp_path: Path) -> None:
@@ -68,18 +68,18 @@ def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text", "utf-8")
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / ".hidden").write_text("secret", "utf-8")
-    found = read(tmp_path)
-    assert found.documents == ("text",)
-    assert found.files == 2
-    assert [*map(str, found.left_out)] == [f"1 file, not text ({tmp_path / 'b.bin'})"]
+    texts = read(tmp_path)
+    assert texts.documents == ("text",)
+    assert texts.files == 2
+    assert [*map(str, texts.left_out)] == [f"1 file, not text ({tmp_path / 'b.bin'})"]
 
 
 def test_what_is_left_out_is_counted_and_named_by_its_first_three_places(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + "oops\n" * 5, "utf-8")
-    (found,) = read(path).left_out
-    assert found.places == tuple(f"{path}:{line}" for line in (2, 3, 4))
-    assert str(found) == f"5 rows, not JSON ({path}:2, …)"
+    (left_out,) = read(path).left_out
+    assert left_out.places == tuple(f"{path}:{line}" for line in (2, 3, 4))
+    assert str(left_out) == f"5 rows, not JSON ({path}:2, …)"
 
 
 def test_links_to_folders_are_followed_each_folder_once(tmp_path: Path) -> None:

@@ -18,17 +18,17 @@ def llama(model: Decoder, config: ModelConfig) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = LlamaConfig.from_dict(llama_config(config, 61, 16, 0, torch.float32))
-    theirs: torch.nn.Module = LlamaForCausalLM(shape).eval()
-    theirs.load_state_dict(model.state_dict())
-    return theirs
+    reference: torch.nn.Module = LlamaForCausalLM(shape).eval()
+    reference.load_state_dict(model.state_dict())
+    return reference
 
 
 @pytest.mark.parametrize("config", [SHAPE, TIED])
 def test_the_logits_are_those_of_llama(config: ModelConfig) -> None:
     model = Decoder(config, vocabulary=61, context=16)
     with torch.no_grad():
-        theirs: Tensor = llama(model, config)(IDS).logits
-        assert torch.equal(model(IDS), theirs)
+        expected: Tensor = llama(model, config)(IDS).logits
+        assert torch.equal(model(IDS), expected)
 
 
 @pytest.mark.parametrize("config", [SHAPE, TIED])

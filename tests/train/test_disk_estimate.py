@@ -32,7 +32,7 @@ def test_a_checkpoint_is_written_before_the_oldest_is_removed(
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "number", "said"),
+    ("checkpoints", "number", "text"),
     [
         ({"save_every": 10}, 3, "Lower checkpoint.save_total_limit, raise checkpoint"),
         ({"save_every": 10, "save_total_limit": 1}, 2, "Raise checkpoint.save_every or name a"),
@@ -40,9 +40,9 @@ def test_a_checkpoint_is_written_before_the_oldest_is_removed(
     ],
 )
 def test_a_refusal_advises_what_helps(
-    checkpoints: dict[str, object], number: int, said: str
+    checkpoints: dict[str, object], number: int, text: str
 ) -> None:
-    assert advice(Recipe.model_validate({"checkpoint": checkpoints}), number).startswith(said)
+    assert advice(Recipe.model_validate({"checkpoint": checkpoints}), number).startswith(text)
 
 
 def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_its_first_step(

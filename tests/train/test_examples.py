@@ -45,11 +45,11 @@ def tokenized(
     return tokenize([write(sample, by, loss_on) for sample in samples], by, context)
 
 
-def marked(found: Tokenized, by: PreTrainedTokenizerFast | None = None) -> str:
+def marked(tokens: Tokenized, by: PreTrainedTokenizerFast | None = None) -> str:
     """All samples, with brackets around what is trained on."""
-    by, marks = by or tokenizer(), found.examples.trained
+    by, marks = by or tokenizer(), tokens.examples.trained
     borders = np.flatnonzero(np.diff(marks)) + 1
-    runs = zip(np.split(found.examples.ids, borders), np.split(marks, borders), strict=True)
+    runs = zip(np.split(tokens.examples.ids, borders), np.split(marks, borders), strict=True)
     texts = ((str(by.decode(ids)), trained.all()) for ids, trained in runs)
     return "".join(f"⟦{text}⟧" if trained else text for text, trained in texts)
 
@@ -75,17 +75,17 @@ def test_only_what_the_assistant_says_and_its_end_is_trained_on(template: str, w
 
 
 def test_everything_is_trained_on_if_asked() -> None:
-    found = tokenized(CHAT, loss_on="all")
-    assert found.examples.trained.all()
-    assert marked(found) == f"⟦{IN_BLOCKS.replace('⟦', '').replace('⟧', '')}⟧"
+    tokens = tokenized(CHAT, loss_on="all")
+    assert tokens.examples.trained.all()
+    assert marked(tokens) == f"⟦{IN_BLOCKS.replace('⟦', '').replace('⟧', '')}⟧"
 
 
 def test_an_answer_ends_in_the_end_token_which_is_trained_on() -> None:
     """Also if it is the token of the padding (huggingface/transformers#23530)."""
     by = tokenizer()
     by.pad_token = by.eos_token
-    found = tokenized(Prompted("def name:", " return x"), by=by)
-    assert marked(found) == f"def name:⟦ return x{END}⟧"
+    tokens = tokenized(Prompted("def name:", " return x"), by=by)
+    assert marked(tokens) == f"def name:⟦ return x{END}⟧"
 
 
 def test_a_tokenizer_that_adds_its_own_end_and_beginning() -> None:
@@ -111,27 +111,27 @@ def test_a_template_without_the_end_token_gets_it_once() -> None:
 
 
 def test_special_tokens_in_a_document_are_plain_text() -> None:
-    found = tokenized(Prompted("if", f" {END}"))
-    assert (found.examples.ids == tokenizer().eos_token_id).sum() == 1
-    assert marked(found) == f"if⟦ {END}{END}⟧"
+    tokens = tokenized(Prompted("if", f" {END}"))
+    assert (tokens.examples.ids == tokenizer().eos_token_id).sum() == 1
+    assert marked(tokens) == f"if⟦ {END}{END}⟧"
 
 
 def test_text_of_several_bytes_a_token_is_marked_once() -> None:
     assert marked(tokenized(Prompted("é", "naïve"))).endswith(f"ve{END}⟧")
-    found = tokenized(Prompted("é€", "€é")).examples
-    assert found.trained.tolist() == [False] * 5 + [True] * 6
+    examples = tokenized(Prompted("é€", "€é")).examples
+    assert examples.trained.tolist() == [False] * 5 + [True] * 6
 
 
 def test_what_is_cut_is_counted_and_a_sample_without_an_answer_left_is_named() -> None:
     short, long = Prompted("if", " x"), Prompted("é€" * 10, " x")
-    found = tokenized(short, long, Prompted("é", "€" * 9), context=20)
+    tokens = tokenized(short, long, Prompted("é", "€" * 9), context=20)
     whole = tokenized(short, long, Prompted("é", "€" * 9))
-    assert found.left_out == [1]
-    assert found.cut[0] == 2
-    assert found.cut[1] == sum(int(n) - 20 for n in whole.examples.lengths if n > 20)
-    assert found.examples.lengths.tolist() == [whole.examples.lengths[0], 20]
-    assert marked(found).endswith("⟧")  # it was cut before its end, which is not trained on
-    assert np.array_equal(found.examples.ids[:3], whole.examples.ids[:3])
+    assert tokens.left_out == [1]
+    assert tokens.cut[0] == 2
+    assert tokens.cut[1] == sum(int(n) - 20 for n in whole.examples.lengths if n > 20)
+    assert tokens.examples.lengths.tolist() == [whole.examples.lengths[0], 20]
+    assert marked(tokens).endswith("⟧")  # it was cut before its end, which is not trained on
+    assert np.array_equal(tokens.examples.ids[:3], whole.examples.ids[:3])
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,12 @@ def test_memory_that_is_shared_counts_once() -> None:
 
 
 def test_one_process_holds_everything_once(tmp_path: Path) -> None:
-    found = counted(tmp_path, 1, "full_shard")
+    by_kind = counted(tmp_path, 1, "full_shard")
     numel = 40 * 16 + 2 * (16 * 16 * 2 + 8 * 16 * 2 + 3 * 16 * 24 + 2 * 16) + 16
-    assert found["parameters"].whole == found["gradients"].whole == 4 * numel
+    assert by_kind["parameters"].whole == by_kind["gradients"].whole == 4 * numel
     steps = 4 * (1 + 2 * 9 + 1)  # AdamW keeps a step count of 4 bytes per parameter
-    assert found["optimizer state"].whole == 8 * numel + steps
-    for row in found.values():
+    assert by_kind["optimizer state"].whole == 8 * numel + steps
+    for row in by_kind.values():
         assert row.whole <= row.per_rank[0] <= 1.05 * row.whole + 512  # padding
 
 

@@ -46,15 +46,15 @@ def test_the_engine_holds_the_planned_bytes_at_every_event(
 ) -> None:
     recipe = tiny_recipe(tmp_path, *SHORT, "run.throughput_warmup=2", *SETTINGS[setting])
     watched.run(recipe, world=2)
-    (said,) = watched.kind(Compared)
-    assert said.differs == ""
+    (comparison,) = watched.kind(Compared)
+    assert comparison.differs == ""
     step = json.loads((Path(recipe.run.folder) / "step.json").read_text("utf-8"))
     events = [event for *_, event in step["moments"] if event is not None]
-    assert len(events) == said.events == len(step["planned"]) - 2
-    assert said.planned_memory >= max(engine or 0 for engine, _ in step["planned"])
+    assert len(events) == comparison.events == len(step["planned"]) - 2
+    assert comparison.planned_memory >= max(engine or 0 for engine, _ in step["planned"])
 
 
-def given_to_compare(watched: Watched, recipe: Recipe, asked: Foresight = USUAL) -> Any:
+def given_to_compare(watched: Watched, recipe: Recipe, options: Foresight = USUAL) -> Any:
     """The plan, the recorded step and the rate that a run compares."""
     given = list[Any]()
 
@@ -63,7 +63,7 @@ def given_to_compare(watched: Watched, recipe: Recipe, asked: Foresight = USUAL)
         return compared(*arguments)
 
     watched.monkeypatch.setattr("shardwise.train.loop.compared", noted)
-    watched.run(recipe, world=1, foresight=asked)
+    watched.run(recipe, world=1, foresight=options)
     return given[0]
 
 
@@ -98,20 +98,20 @@ def test_a_model_that_cannot_run_without_values_trains_without_a_plan(
     watched.monkeypatch.setattr(foresight, "plan_of", stopped)
     outcome = watched.run(tiny_recipe(tmp_path, *SHORT, "batch.micro=6"), world=2)
     assert outcome.step == 2
-    assert Warned("the run has no plan: its attention has no such kernel") in watched.told
+    assert Warned("the run has no plan: its attention has no such kernel") in watched.records
     assert watched.kind(Compared) == []
 
 
 def test_the_term_that_is_off_is_named(watched: Watched, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, *SHORT, "batch.micro=6", "run.throughput_warmup=2")
     (tmp_path / "here.toml").write_text(HERE)
-    asked = Foresight(machines=tmp_path / "here.toml")
-    plan, step, _ = given_to_compare(watched, recipe, asked)
+    options = Foresight(machines=tmp_path / "here.toml")
+    plan, step, _ = given_to_compare(watched, recipe, options)
     planned = plan.time.tokens_per_second
     large = [[s, [n * 100 for n in nbytes], event] for s, nbytes, event in step["moments"]]
-    said = compared(plan, {**step, "moments": large}, planned / 2)
-    assert said.mfu == pytest.approx((said.planned_mfu or 0) / 2, rel=0.01)
-    memory, time = said.off
+    comparison = compared(plan, {**step, "moments": large}, planned / 2)
+    assert comparison.mfu == pytest.approx((comparison.planned_mfu or 0) / 2, rel=0.01)
+    memory, time = comparison.off
     assert memory.startswith("memory by activations and others: ")
     assert time.startswith("time by ")
     assert compared(plan, None, planned).off == ()

@@ -37,16 +37,16 @@ def test_transformers_loads_the_folder_with_equal_logits(tmp_path: Path, tied: b
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = exported(tmp_path, tied)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(theirs).__name__ == "LlamaForCausalLM"
+    assert type(loaded).__name__ == "LlamaForCausalLM"
     text = "def value(self):\n    return items"
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     assert ids[0].tolist() == bpe.load((tmp_path / "tokenizer.json").read_text()).encode(text).ids
     assert tokenizer.decode(ids[0]) == text
     assert tokenizer([text, "x"], padding=True)["attention_mask"][1][-1] == 0
     with torch.no_grad():
-        assert torch.equal(model(ids), theirs(ids).logits)
+        assert torch.equal(model(ids), loaded(ids).logits)
 
 
 def test_whoever_may_read_one_file_may_read_all(tmp_path: Path) -> None:

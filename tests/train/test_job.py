@@ -49,14 +49,14 @@ Losses = list[tuple[float, float]]
 
 def trained(job: Job) -> Losses:
     """(this rank's share of the loss, gradient norm) of a few steps."""
-    found = []
+    results = []
     for step in range(3):
         rank_loss = float(job.forward_backward(step))
         norm = float(job.clip_and_set_lr(step)[0])
         job.update()
         job.optimizer.zero_grad()
-        found.append((rank_loss, norm))
-    return found
+        results.append((rank_loss, norm))
+    return results
 
 
 def run(recipe: Recipe, world: int, data: RowSource = ROWS) -> Losses:
@@ -82,7 +82,7 @@ def plain(recipe: Recipe, data: RowSource = ROWS) -> Losses:
     optimizer = torch.optim.AdamW(decay, lr=1.0, betas=config.betas, eps=config.eps)
     job = build(recipe.model_copy(), LocalComm(), data, VOCABULARY)
     assert isinstance(job.batches, Batches)
-    found = []
+    results = []
     for step in range(3):
         batch = data.take(job.batches.samples(step * 12, 12))
         logits = model(batch.ids, batch.positions, batch.segments)
@@ -93,8 +93,8 @@ def plain(recipe: Recipe, data: RowSource = ROWS) -> Losses:
             group["lr"] = learning_rate(step, recipe.run.steps, config)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((loss.item(), norm.item()))
-    return found
+        results.append((loss.item(), norm.item()))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_the_loss_does_not_depend_on_how_the_batch_is_cut(
     tmp_path: Path, micro: int, world: int
 ) -> None:
     recipe = tiny_recipe(tmp_path, f"batch.micro={micro}")
-    for found, wanted in zip(run(recipe, world), plain(recipe), strict=True):
-        assert found == pytest.approx(wanted, rel=2e-5)
+    for actual, expected in zip(run(recipe, world), plain(recipe), strict=True):
+        assert actual == pytest.approx(expected, rel=2e-5)
 
 
 class Mark:
@@ -161,11 +161,11 @@ def test_the_host_waits_for_no_device_until_all_of_a_step_is_issued(tmp_path: Pa
     assert device.faults == []
 
 
-@pytest.mark.parametrize(("asked", "reduces"), [("false", 1), ("true", 6)])
+@pytest.mark.parametrize(("value", "reduces"), [("false", 1), ("true", 6)])
 def test_a_recipe_chooses_whether_each_micro_batch_is_reduced(
-    tmp_path: Path, usual: Losses, asked: str, reduces: int
+    tmp_path: Path, usual: Losses, value: str, reduces: int
 ) -> None:
-    overrides = "batch.micro=1", f"sharding.sync_each_micro_batch={asked}"
+    overrides = "batch.micro=1", f"sharding.sync_each_micro_batch={value}"
     recipe = tiny_recipe(tmp_path, *overrides)
     assert np.allclose(run(recipe, 2), usual, rtol=2e-5)
 
@@ -187,8 +187,8 @@ def test_the_loss_is_the_mean_over_all_tokens_that_are_trained_on(
 ) -> None:
     """However many of them each micro-batch of each rank has."""
     recipe, data = tiny_recipe(tmp_path, f"batch.micro={micro}"), samples(packed)
-    for found, wanted in zip(run(recipe, world, data), plain(recipe, data), strict=True):
-        assert found == pytest.approx(wanted, rel=2e-5)
+    for actual, expected in zip(run(recipe, world, data), plain(recipe, data), strict=True):
+        assert actual == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,9 @@ def test_the_seed_decides_weights_and_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_computing_in_16_bits_is_near(tmp_path: Path, usual: Losses, precision: str) -> None:
     """Losses and norms are those of unscaled gradients."""
-    found = run(tiny_recipe(tmp_path, f"sharding.precision={precision}"), 2)
-    assert found != usual
-    for narrow, wide in zip(found, usual, strict=True):
+    narrow_losses = run(tiny_recipe(tmp_path, f"sharding.precision={precision}"), 2)
+    assert narrow_losses != usual
+    for narrow, wide in zip(narrow_losses, usual, strict=True):
         assert narrow == pytest.approx(wide, rel=0.05)
 
 

@@ -42,13 +42,13 @@ def test_loss_and_gradients_are_those_of_all_logits(
     """Micro-batches of one row: some have no label at all."""
 
     def rank(comm: Comm) -> list[Any]:
-        found = []
+        results = []
         for logits in ("labelled", "all"):
             job = job_of(tmp_path, comm, f"sharding.strategy={strategy}", f"batch.logits={logits}")
             loss, norm = job.forward_backward(0), job.sharded.clip_grad_norm_(1e9)
             gradients = [local(param.grad) for param in job.model.parameters()]
-            found.append([loss, local(norm), *gradients])
-        return found
+            results.append([loss, local(norm), *gradients])
+        return results
 
     for labelled, whole in run(world, rank):
         assert_near(labelled, whole)
@@ -95,7 +95,7 @@ def test_a_measure_sees_the_places_with_a_target_alone(tmp_path: Path) -> None:
 
 def test_a_recipe_may_ask_for_all_logits_and_a_compiled_model_has_them(tmp_path: Path) -> None:
     assert job_of(tmp_path, LocalComm()).all_logits == ""
-    asked = job_of(tmp_path, LocalComm(), "batch.logits=all")
-    assert (asked.head, asked.all_logits) == (None, "batch.logits is all")
+    job = job_of(tmp_path, LocalComm(), "batch.logits=all")
+    assert (job.head, job.all_logits) == (None, "batch.logits is all")
     compiled = job_of(tmp_path, LocalComm(), "sharding.compile=eager")
     assert compiled.all_logits == "it is compiled"

@@ -91,7 +91,7 @@ def test_a_run_of_epochs_is_finished_or_goes_on_with_more(
     options = ("run.eval_every=epoch", "checkpoint.save_every=epoch", "optimizer.warmup=0.1")
 
     def run(epochs: int) -> int:
-        watched.told.clear()
+        watched.records.clear()
         given = tiny_recipe(
             tmp_path, f"run.epochs={epochs}", "batch.rows=40", "batch.micro=20", *options
         )
@@ -103,7 +103,7 @@ def test_a_run_of_epochs_is_finished_or_goes_on_with_more(
     assert built.warmup == math.ceil(steps * 0.1)
     assert [record.step for record in watched.kind(Evaluated)] == [steps]
     assert run(1) == steps
-    assert watched.told == [Complete(str(tmp_path / "run"), steps)]
+    assert watched.records == [Complete(str(tmp_path / "run"), steps)]
     more = run(2)
     assert steps < more <= 2 * steps
     assert [record.step for record in watched.kind(Stepped)] == [*range(steps + 1, more + 1)]
@@ -119,8 +119,8 @@ def test_a_run_whose_validations_do_not_improve_ends_and_stays_ended(
     lowest = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.0}  # the best is the second; equal is not better
 
     def given(self: Validation, *arguments: Any) -> Evaluated:
-        found = evaluate(self, *arguments)
-        return replace(found, loss=lowest.get(found.step, 9.0))
+        evaluated = evaluate(self, *arguments)
+        return replace(evaluated, loss=lowest.get(evaluated.step, 9.0))
 
     monkeypatch.setattr(Validation, "evaluate", given)
     early = ("run.steps=9", "run.eval_every=1", "run.patience=2", "sample.tokens=0")

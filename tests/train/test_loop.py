@@ -50,9 +50,9 @@ FILES = [
 
 def run(recipe: Recipe, world: int) -> tuple[list[Record], list[Outcome]]:
     """What rank 0 said, on a slow machine too, and what each rank returned."""
-    said: list[Record] = []
-    outcomes = threads.run(world, lambda comm: train(recipe, comm, said.append))
-    return [record for record in said if not isinstance(record, Busy)], outcomes
+    records: list[Record] = []
+    outcomes = threads.run(world, lambda comm: train(recipe, comm, records.append))
+    return [record for record in records if not isinstance(record, Busy)], outcomes
 
 
 Ran = tuple[Recipe, list[Record], list[Outcome]]
@@ -72,8 +72,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return recipe, *run(recipe, 2)
 
 
-def losses(said: list[Record]) -> list[float]:
-    return [record.loss for record in said if isinstance(record, Stepped | Evaluated)]
+def losses(records: list[Record]) -> list[float]:
+    return [record.loss for record in records if isinstance(record, Stepped | Evaluated)]
 
 
 def test_every_part_until_the_first_step_says_what_it_is_if_it_is_slow(
@@ -97,18 +97,18 @@ def test_every_part_until_the_first_step_says_what_it_is_if_it_is_slow(
 
 
 def test_a_run_tells_its_story_in_order(both: Ran) -> None:
-    _, said, _ = both
+    _, records, _ = both
     step, evaluated = Stepped, Evaluated
-    assert [type(record) for record in said] == [
+    assert [type(record) for record in records] == [
         *(Prepared, Built, step, step, evaluated, step, step, evaluated, Saved),
         *(Sampled, Placed, Finished),
     ]
-    built = said[1]
+    built = records[1]
     assert isinstance(built, Built)
     assert (built.rows, built.micro, built.accumulation, built.ranks) == (12, 1, 6, 2)
     (dtypes,) = built.dtypes
     assert dtypes.startswith(f"{built.parameters:,} stored float32, computed in float32, ")
-    steps = [record for record in said if isinstance(record, Stepped)]
+    steps = [record for record in records if isinstance(record, Stepped)]
     shown = {step.step: step.lr for step in steps}
     assert {shown[step] for step, _ in built.rates} == {rate for _, rate in built.rates}
 
@@ -118,26 +118,26 @@ def test_the_world_size_changes_nothing_but_rounding(
     tmp_path: Path, world: int, alone: Ran, both: Ran
 ) -> None:
     _, by_one, (last, *_) = alone
-    said, all_last = both[1:] if world == 2 else run(tiny_recipe(tmp_path), world)
-    assert losses(said) == pytest.approx(losses(by_one), rel=1e-5)
+    records, all_last = both[1:] if world == 2 else run(tiny_recipe(tmp_path), world)
+    assert losses(records) == pytest.approx(losses(by_one), rel=1e-5)
     assert {outcome.step for outcome in all_last} == {4}
-    found, wanted = [outcome.evaluated for outcome in all_last], last.evaluated
-    assert len({evaluated.loss for evaluated in found if evaluated}) == 1
-    assert found[0]
-    assert wanted
-    assert found[0].unigram_entropy == wanted.unigram_entropy
-    assert found[0].tokens == wanted.tokens
+    evaluations, expected = [outcome.evaluated for outcome in all_last], last.evaluated
+    assert len({evaluated.loss for evaluated in evaluations if evaluated}) == 1
+    assert evaluations[0]
+    assert expected
+    assert evaluations[0].unigram_entropy == expected.unigram_entropy
+    assert evaluations[0].tokens == expected.tokens
 
 
 def test_the_folder_holds_the_whole_run(both: Ran) -> None:
-    recipe, said, _ = both
+    recipe, records, _ = both
     folder = Path(recipe.run.folder)
     assert sorted(path.name for path in folder.iterdir()) == FILES
     assert {*FILES} <= {".lock", RECIPE, CHECKPOINTS, *RESULTS}  # all of it is moved to be replaced
     assert read_recipe(folder / "recipe.yaml") == recipe
     lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     kinds = [json.loads(line)["record"] for line in lines]
-    assert kinds == [type(record).__name__.lower() for record in said]
+    assert kinds == [type(record).__name__.lower() for record in records]
 
 
 @pytest.mark.prove
@@ -150,10 +150,10 @@ def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path: Path) -
 
     recipe = tiny_recipe(tmp_path)
     _, (last, *_) = run(recipe, 3)
-    theirs = AutoModelForCausalLM.from_pretrained(recipe.run.folder)
+    model = AutoModelForCausalLM.from_pretrained(recipe.run.folder)
     data = prepare(recipe, LocalComm(), Folder(Path(recipe.run.folder)))
 
-    again = Validation(data.validation, 7, 1).evaluate(theirs, LocalComm(), 4)
+    again = Validation(data.validation, 7, 1).evaluate(model, LocalComm(), 4)
     assert last.evaluated
     assert again.loss == pytest.approx(last.evaluated.loss, rel=1e-6)
 
@@ -161,10 +161,10 @@ def test_the_model_that_is_saved_is_the_one_that_was_validated(tmp_path: Path) -
 @pytest.mark.prove
 def test_training_lowers_the_loss(tmp_path: Path) -> None:
     steps = ("run.steps=40", "run.eval_every=0", "sample.tokens=0", "batch.micro=12")
-    said, _ = run(tiny_recipe(tmp_path, *steps), 1)
-    first, *_, last = [record for record in said if isinstance(record, Stepped)]
+    records, _ = run(tiny_recipe(tmp_path, *steps), 1)
+    first, *_, last = [record for record in records if isinstance(record, Stepped)]
     assert last.loss < first.loss - 1.0
-    assert sum(isinstance(record, Evaluated) for record in said) == 1
+    assert sum(isinstance(record, Evaluated) for record in records) == 1
 
 
 def test_another_run_in_the_same_folder_is_refused_unless_it_may(tmp_path: Path) -> None:

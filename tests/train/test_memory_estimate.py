@@ -87,10 +87,10 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
     monkeypatch.setattr(estimate, "machine_memory", lambda **_: 24_000_000_000)
     with pytest.raises(ConfigError) as caught:
         check_memory(large, CPU, 2)
-    said = str(caught.value)
-    assert said.startswith("with gradients and optimizer state, the model of 64 layers of width")
-    assert "full_shard over 2 ranks takes 708.0 GiB for the 2 of them on this cpu" in said
-    assert "which has 22.4 GiB. Choose a smaller model, more machines or sharding.p" in said
+    text = str(caught.value)
+    assert text.startswith("with gradients and optimizer state, the model of 64 layers of width")
+    assert "full_shard over 2 ranks takes 708.0 GiB for the 2 of them on this cpu" in text
+    assert "which has 22.4 GiB. Choose a smaller model, more machines or sharding.p" in text
     check_memory(large, CPU, 128)
     keys = "sharding.strategy=zero1", "sharding.precision.stored_dtype=bfloat16"
     narrow = tiny_recipe(tmp_path, "model.width=8192", "model.layers=64", *keys)

@@ -19,10 +19,10 @@ from tests.train.tiny import tiny_recipe
 
 
 def run(folder: Path, *overrides: str) -> list[Record]:
-    said: list[Record] = []
+    records: list[Record] = []
     recipe = tiny_recipe(folder, "--checkpoint.save_every=2", *overrides)
-    threads.run(2, lambda comm: train(recipe, comm, said.append))
-    return said
+    threads.run(2, lambda comm: train(recipe, comm, records.append))
+    return records
 
 
 def test_a_run_goes_on_from_its_mirror_where_its_folder_is_gone(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_of_those_that_wait_the_newest_is_uploaded_though_it_was_removed_meanwhi
 
 
 def test_a_store_that_fails_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
-    said = run(tmp_path, "--checkpoint.mirror=nosuch://bucket", "--checkpoint.resume=never")
-    failed = [record for record in said if isinstance(record, Mirrored)]
+    records = run(tmp_path, "--checkpoint.mirror=nosuch://bucket", "--checkpoint.resume=never")
+    failed = [record for record in records if isinstance(record, Mirrored)]
     assert all("nosuch" in record.error for record in failed)
     assert len(failed) == 2
 

@@ -57,8 +57,8 @@ def test_a_folder_is_trained_and_the_run_s_folder_is_one(tmp_path: Path, watched
     recipe = recipe_of(tmp_path, "sharding.precision.stored_dtype=bfloat16")
     watched.run(recipe, 2)
     run = tmp_path / "run"
-    theirs: Any = hf.AutoModelForCausalLM
-    model, info = theirs.from_pretrained(run, output_loading_info=True)
+    loader: Any = hf.AutoModelForCausalLM
+    model, info = loader.from_pretrained(run, output_loading_info=True)
     assert not any(info.values())
     assert model.dtype is torch.bfloat16
     before = load_file(tmp_path / "hub" / "model.safetensors")
@@ -72,7 +72,7 @@ def test_a_folder_is_trained_and_the_run_s_folder_is_one(tmp_path: Path, watched
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (run / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
-    trained = theirs.from_pretrained(run / "checkpoints" / "latest")
+    trained = loader.from_pretrained(run / "checkpoints" / "latest")
     assert type(trained) is type(model)
     first, *_, last = losses(recipe)
     assert last < first
@@ -109,10 +109,10 @@ def test_of_a_name_on_the_hub_the_memory_is_known_without_its_weights(
         assert (name, revision, config.get("dtype")) == ("owner/name", "main", None)
         with CheckpointReader.open(hub) as reader:
             stored = {n: location.stored for n, location in reader.weights().items()}
-        theirs: Any = huggingface_hub.utils
-        tensors = {n: theirs.TensorInfo(s.dtype, s.shape, s[2:]) for n, s in stored.items()}
-        files = {"model.safetensors": theirs.SafetensorsFileMetadata({}, tensors)}
-        return theirs.SafetensorsRepoMetadata(None, False, dict.fromkeys(tensors, *files), files)
+        hub_types: Any = huggingface_hub.utils
+        tensors = {n: hub_types.TensorInfo(s.dtype, s.shape, s[2:]) for n, s in stored.items()}
+        files = {"model.safetensors": hub_types.SafetensorsFileMetadata({}, tensors)}
+        return hub_types.SafetensorsRepoMetadata(None, False, dict.fromkeys(tensors, *files), files)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", headers)

@@ -19,7 +19,7 @@ from tests.train.tiny import tiny_recipe
 
 def run_both(folder: Path, addresses: list[str], *overrides: str) -> list[list[Record]]:
     """Two workers of one rank each; what each has said."""
-    said: list[list[Record]] = [[], []]
+    by_worker: list[list[Record]] = [[], []]
     errors: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -28,7 +28,7 @@ def run_both(folder: Path, addresses: list[str], *overrides: str) -> list[list[R
         words = [f"--outer.{name}={value}" for name, value in options.items()]
         recipe = tiny_recipe(folder / str(number), *words, *overrides)
         try:
-            threads.run(1, lambda comm: train(recipe, comm, said[number].append))
+            threads.run(1, lambda comm: train(recipe, comm, by_worker[number].append))
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
@@ -39,13 +39,13 @@ def run_both(folder: Path, addresses: list[str], *overrides: str) -> list[list[R
         worker.join()
     if errors:
         raise errors[0]
-    return said
+    return by_worker
 
 
 def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:
     addresses = free_addresses(2)
-    said = run_both(tmp_path, addresses)
-    for records in said:
+    by_worker = run_both(tmp_path, addresses)
+    for records in by_worker:
         exchanged = [record for record in records if isinstance(record, Exchanged)]
         assert [record.step for record in exchanged] == [2, 4]
         assert exchanged[0].workers == (0, 1)
@@ -54,7 +54,7 @@ def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:
         (built,) = [record for record in records if isinstance(record, Built)]
         (prepared,) = [record for record in records if isinstance(record, Prepared)]
         assert built.epochs == 2 * 4 * 12 / prepared.rows[0]  # of both
-    assert losses(said[0])[:1] != losses(said[1])[:1]  # each trains on rows of its own
+    assert losses(by_worker[0])[:1] != losses(by_worker[1])[:1]  # each trains on rows of its own
     more = ("--run.steps=6", "--checkpoint.save_every=0", "--outer.delay=1", "--sharding.wrap=none")
     again = run_both(tmp_path, addresses, *more)
     for records in again:
@@ -69,12 +69,12 @@ def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:
 def test_a_run_that_waits_for_other_workers_stops_on_request(tmp_path: Path) -> None:
     workers = f"--outer.workers=[{', '.join(free_addresses(2))}]"
     recipe = tiny_recipe(tmp_path, "--outer.method=diloco", "--outer.worker=0", workers)
-    requests, said = SignalRequests(), list[Record]()
+    requests, records = SignalRequests(), list[Record]()
     requests.stop()
-    outcome = threads.run(1, lambda comm: train(recipe, comm, said.append, requests))[0]
+    outcome = threads.run(1, lambda comm: train(recipe, comm, records.append, requests))[0]
     assert outcome.stopped
-    assert isinstance(said[-1], Stopped)
-    assert said[-1].step == 0
+    assert isinstance(records[-1], Stopped)
+    assert records[-1].step == 0
 
 
 def test_a_worker_takes_its_number_from_the_recipe_or_the_environment(

@@ -111,8 +111,8 @@ def test_the_loss_of_packed_rows_is_that_of_each_sample_alone(ours: bool) -> Non
     each = [loss(model, alone.take(np.array([i]))) for i in range(len(alone))]
     sum(each).backward()  # type: ignore[union-attr]
     assert total.item() == pytest.approx(sum(each).item(), rel=1e-13)  # type: ignore[union-attr]
-    for found, parameter in zip(gradients, model.parameters(), strict=True):
-        assert_near(found, parameter.grad, 1e-10)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        assert_near(gradient, parameter.grad, 1e-10)
     padded = loss(model, everything(alone))  # rows of different lengths, without packing
     assert padded.item() == pytest.approx(total.item(), rel=1e-13)
 

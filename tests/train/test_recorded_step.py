@@ -43,14 +43,14 @@ def test_a_run_without_such_a_step_has_none(watched: Watched, tmp_path: Path) ->
 def test_each_moment_has_the_bytes_that_exist_then(watched: Watched, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, *SMALL)  # each block is a unit: tests/conftest.py
     watched.run(recipe, world=2)
-    found = recorded_step(recipe)
+    step = recorded_step(recipe)
     units = {unit["name"]: unit for unit in lines(recipe)[1]["units"]}
-    assert [moment[2] for moment in (found["moments"][0], found["moments"][-1])] == [None, None]
-    times = [seconds for seconds, _, _ in found["moments"]]
+    assert [moment[2] for moment in (step["moments"][0], step["moments"][-1])] == [None, None]
+    times = [seconds for seconds, _, _ in step["moments"]]
     assert times == sorted(times)
     full = 0
-    for _, nbytes, event in found["moments"]:
-        of_kind = dict(zip(found["kinds"], nbytes, strict=True))
+    for _, nbytes, event in step["moments"]:
+        of_kind = dict(zip(step["kinds"], nbytes, strict=True))
         if event and event[0] in ("gather", "free"):
             full += units[event[1]]["gathered"] * (1 if event[0] == "gather" else -1)
         assert of_kind["gathered"] == full

@@ -43,9 +43,9 @@ class Signalled(SignalRequests):
 
 def stop_of(rank: int, step: int) -> Callable[[Comm], SignalRequests]:
     """Only this rank is asked to stop."""
-    asked = Signalled()
-    asked.at = step
-    return lambda comm: asked if comm.rank == rank else SignalRequests()
+    requests = Signalled()
+    requests.at = step
+    return lambda comm: requests if comm.rank == rank else SignalRequests()
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_killed_in_any_micro_batch_it_comes_to_the_same_bits(
     watched.trained.clear()
     cut = recipe_in(tmp_path / "cut")
     watched.killed(cut, 2, at=(4, 1, number))
-    watched.told.clear()
+    watched.records.clear()
     outcome = watched.run(cut, 2)
     assert (outcome.step, outcome.stopped, outcome.save_error) == (6, False, "")
-    assert steps(watched.told) == [3, 4, 5, 6]
+    assert steps(watched.records) == [3, 4, 5, 6]
     assert losses(cut) == losses(whole)
     assert watched.rows(6) == rows
     assert digest(cut, 6) == digest(whole, 6)
@@ -124,7 +124,7 @@ def test_saved_in_the_background_it_comes_to_the_same_bits(
     whole = recipe_in(tmp_path / "whole")
     watched.run(whole, 2)
     cut = recipe_in(tmp_path / "cut", "checkpoint.asynchronous=true")
-    watched.told.clear()
+    watched.records.clear()
     watched.run(cut, 2, ask=stop_of(1, 5))
     watched.run(cut, 2)
     assert [back.step for back in watched.kind(Resumed)] == [5]
@@ -177,7 +177,7 @@ def test_streamed_text_is_continued_at_the_same_sample_on_every_number_of_ranks(
     rows = watched.rows(6)
     assert len({tuple(row) for row in rows}) > 60
     watched.trained.clear()
-    watched.told.clear()
+    watched.records.clear()
     cut = recipe_in(tmp_path / "cut", *STREAMED)
     watched.run(cut, 2, ask=stop_of(1, 3))
     watched.run(cut, again)
@@ -199,7 +199,7 @@ def test_a_run_ends_on_all_ranks_before_the_step_that_one_stream_cannot_fill(
     assert outcome.evaluated is not None
     last = outcome.step
     assert 1 < last < 500
-    assert steps(watched.told)[-1] == outcome.evaluated.step == last
+    assert steps(watched.records)[-1] == outcome.evaluated.step == last
     assert f"step-{last}" in saved(recipe)
     (warned,) = watched.kind(Warned)
     assert warned.message.startswith(f"the text ended after step {last} of 500: a stream has too")
@@ -227,10 +227,10 @@ def test_metrics_and_picture_are_those_of_one_run(tmp_path: Path, watched: Watch
     watched.killed(recipe, 2, at=(6, 1, 1))
     assert [s["step"] for s in lines(recipe) if s["record"] == "stepped"] == [1, 2, 3, 4, 5]
     watched.run(recipe, 2)
-    told = [(s["record"], s["step"]) for s in lines(recipe) if s.get("step")]
-    assert [step for kind, step in told if kind == "stepped"] == [1, 2, 3, 4, 5, 6]
-    assert [step for kind, step in told if kind == "evaluated"] == [2, 4, 6]
-    assert [step for kind, step in told if kind == "saved"] == [2, 4, 6]
+    stored = [(s["record"], s["step"]) for s in lines(recipe) if s.get("step")]
+    assert [step for kind, step in stored if kind == "stepped"] == [1, 2, 3, 4, 5, 6]
+    assert [step for kind, step in stored if kind == "evaluated"] == [2, 4, 6]
+    assert [step for kind, step in stored if kind == "saved"] == [2, 4, 6]
     assert watched.drawn == [1, 2, 3, 4, 5, 6]
 
 
@@ -241,8 +241,10 @@ def test_a_validation_that_a_stop_left_out_is_made_when_the_run_goes_on(
     watched.run(recipe, 2, ask=stop_of(1, 2))
     assert watched.kind(Evaluated) == []
     watched.run(recipe, 2)
-    assert [found.step for found in watched.kind(Evaluated)] == [2, 4, 6]
-    order = [type(r) for r in watched.told if isinstance(r, Resumed | Evaluated | Stepped | Saved)]
+    assert [evaluated.step for evaluated in watched.kind(Evaluated)] == [2, 4, 6]
+    order = [
+        type(r) for r in watched.records if isinstance(r, Resumed | Evaluated | Stepped | Saved)
+    ]
     after = order.index(Resumed)
     assert order[after : after + 4] == [Resumed, Evaluated, Saved, Stepped]
 
@@ -252,7 +254,7 @@ def test_killed_before_the_first_save_it_begins_again(tmp_path: Path, watched: W
     whole, cut = recipe_in(tmp_path / "whole"), recipe_in(tmp_path / "cut")
     watched.run(whole, 2)
     watched.killed(cut, 2, at=(2, 1, 3))
-    watched.told.clear()
+    watched.records.clear()
     watched.run(cut, 2)
     assert watched.kind(Resumed) == []
     assert losses(cut) == losses(whole)
@@ -268,9 +270,9 @@ def test_killed_after_the_last_save_it_has_only_to_finish(tmp_path: Path, watche
         patch.setattr("shardwise.api.sharded.Sharded.save_file", dies)
         with pytest.raises(KeyError):
             watched.run(recipe, 2)
-    watched.told.clear()
+    watched.records.clear()
     outcome = watched.run(recipe, 2)
-    assert steps(watched.told) == []
+    assert steps(watched.records) == []
     assert (outcome.step, outcome.evaluated) == (6, None)
     assert (Path(recipe.run.folder) / "model.safetensors").is_file()
     assert lines(recipe)[-1]["record"] == "finished"

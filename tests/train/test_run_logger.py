@@ -63,13 +63,13 @@ def test_a_folder_of_somebody_else_stays_without_a_trace(tmp_path: Path) -> None
 
 
 def test_what_the_engine_warns_of_is_told_and_recorded(tmp_path: Path) -> None:
-    recipe, told = tiny_recipe(tmp_path), list[Record]()
-    with RunLogger.open_run(recipe, LocalComm(), told.append) as (logger, _):
+    recipe, records = tiny_recipe(tmp_path), list[Record]()
+    with RunLogger.open_run(recipe, LocalComm(), records.append) as (logger, _):
         logger.start_run(Start.NEW, 0, {})
         logging.getLogger("shardwise").warning("SKIPPED %s", "step-4")
         logger.log(Warned("later"))
         logging.getLogger("shardwise").warning("at the end")
-    assert told == [Warned("SKIPPED step-4"), Warned("later"), Warned("at the end")]
+    assert records == [Warned("SKIPPED step-4"), Warned("later"), Warned("at the end")]
     lines = (Path(recipe.run.folder) / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["message"] for line in lines] == [
         "SKIPPED step-4",
@@ -79,43 +79,43 @@ def test_what_the_engine_warns_of_is_told_and_recorded(tmp_path: Path) -> None:
 
 
 def test_what_a_thread_warns_of_is_told_while_this_rank_waits(tmp_path: Path) -> None:
-    recipe, told = tiny_recipe(tmp_path), list[Record]()
+    recipe, records = tiny_recipe(tmp_path), list[Record]()
     warn = logging.getLogger("shardwise").warning
-    with RunLogger.open_run(recipe, LocalComm(), told.append) as (logger, _):
+    with RunLogger.open_run(recipe, LocalComm(), records.append) as (logger, _):
         logger.start_run(Start.NEW, 0, {})
         thread = threading.Thread(target=warn, args=["rank 0 has waited"])
         thread.start()
         thread.join()
-        assert told == [Warned("rank 0 has waited")]
+        assert records == [Warned("rank 0 has waited")]
         logger.log(None)
-        assert told == logger.metrics_log.records == [Warned("rank 0 has waited")]
+        assert records == logger.metrics_log.records == [Warned("rank 0 has waited")]
 
 
 def test_what_takes_long_is_told_and_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardwise.train.run_logger.BUSY_AFTER", 0.01)
-    told: SimpleQueue[Record] = SimpleQueue()
-    with RunLogger.open_run(tiny_recipe(tmp_path), LocalComm(), told.put) as (logger, _):
+    records: SimpleQueue[Record] = SimpleQueue()
+    with RunLogger.open_run(tiny_recipe(tmp_path), LocalComm(), records.put) as (logger, _):
         with logger.busy("reading text"):
-            assert told.get(timeout=30) == Busy("reading text", 0.01)
+            assert records.get(timeout=30) == Busy("reading text", 0.01)
         assert logger.metrics_log.records == []
 
 
 def test_of_a_rank_that_died_only_that_is_said(tmp_path: Path) -> None:
-    told: list[Record] = []
+    records: list[Record] = []
 
     def dies(error: Exception) -> None:
-        with RunLogger.open_run(tiny_recipe(tmp_path), LocalComm(), told.append):
+        with RunLogger.open_run(tiny_recipe(tmp_path), LocalComm(), records.append):
             logging.getLogger("shardwise").warning("a forward pass was interrupted")
             raise error
 
     with pytest.raises(RanksDisagree):
         dies(RanksDisagree("rank 1 is gone"))
-    assert told == []
+    assert records == []
     with pytest.raises(ConfigError):
         dies(ConfigError("an error of its own"))
-    assert told == [Warned("a forward pass was interrupted")]
+    assert records == [Warned("a forward pass was interrupted")]
 
 
 def test_files_ask_on_rank_0(tmp_path: Path) -> None:

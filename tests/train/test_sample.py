@@ -124,7 +124,7 @@ def asked_of(
 
 
 @pytest.mark.parametrize(
-    ("form", "prompt", "asked"),
+    ("form", "prompt", "end"),
     [
         ("messages", None, f"<|im_start|>user\n{QUESTION}<|im_end|><|im_start|>assistant\n"),
         ("sharegpt", "Why?", "<|im_start|>user\nWhy?<|im_end|><|im_start|>assistant\n"),
@@ -133,13 +133,13 @@ def asked_of(
     ],
 )
 def test_a_model_is_asked_as_the_samples_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, prompt: str | None, asked: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, prompt: str | None, end: str
 ) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     recipe = sampling_recipe(tmp_path, form, prompt)
     tokenizer = bpe.load((tmp_path / "tokenizer.json").read_text("utf-8"))
     asked_ids, shown = asked_of(monkeypatch, tokenizer, recipe)
-    assert tokenizer.decode(asked_ids, skip_special_tokens=False).endswith(asked)
+    assert tokenizer.decode(asked_ids, skip_special_tokens=False).endswith(end)
     question = prompt or (QUESTION if form == "messages" else "def ")
     assert shown == Sampled(question, "", continues=False)
     is_chat = form in ("messages", "sharegpt")
@@ -161,9 +161,9 @@ def test_the_prompt_has_the_special_tokens_of_training_but_the_end(
     recipe = sampling_recipe(tmp_path, form, "Why?")
     trained = tokenize([write(of_row(row, recipe.data), by, "assistant")], by, 200).examples
     tokenizer = bpe.load((tmp_path / "tokenizer.json").read_text("utf-8"))
-    asked, _ = asked_of(monkeypatch, tokenizer, recipe)
-    assert asked == trained.ids[~trained.trained].tolist()
-    assert asked[0] == first
+    ids, _ = asked_of(monkeypatch, tokenizer, recipe)
+    assert ids == trained.ids[~trained.trained].tolist()
+    assert ids[0] == first
 
 
 def test_a_new_token_in_the_prompt_has_its_id(
@@ -175,5 +175,5 @@ def test_a_new_token_in_the_prompt_has_its_id(
     recipe = recipe.model_copy(update={"adapter": adapter})
     tokenizer = bpe.load((tmp_path / "tokenizer.json").read_text("utf-8"))
     tokenizer.add_tokens(["<tool>"])
-    asked, _ = asked_of(monkeypatch, tokenizer, recipe)
-    assert tokenizer.token_to_id("<tool>") in asked
+    ids, _ = asked_of(monkeypatch, tokenizer, recipe)
+    assert tokenizer.token_to_id("<tool>") in ids

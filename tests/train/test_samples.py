@@ -163,18 +163,18 @@ def test_a_folder_of_the_hub_is_tuned_on_messages(tmp_path: Path, architecture: 
         "batch: {rows: 4, micro: 2}\noptimizer: {lr: 1e-2, warmup: 0}\nsample: {tokens: 0}\n"
         f"run: {{folder: {tmp_path / 'run'}, steps: 4, device: cpu}}\n"
     )
-    found: list[float] = []
+    losses: list[float] = []
 
     def emit(record: Record) -> None:
         if isinstance(record, Stepped):
-            found.append(record.loss)
+            losses.append(record.loss)
 
     if architecture == "opt":
         with pytest.raises(ConfigError, match=r"OPTForCausalLM changes its logits by up to"):
             train(read_recipe(path), LocalComm(), emit)
     else:
         threads.run(2, lambda comm: train(read_recipe(path), comm, emit))
-        assert found[-1] < found[0]
+        assert losses[-1] < losses[0]
 
 
 def test_tokens_are_those_of_rows_as_they_are_and_are_counted_on_by_a_resumed_run(
@@ -182,12 +182,12 @@ def test_tokens_are_those_of_rows_as_they_are_and_are_counted_on_by_a_resumed_ru
 ) -> None:
     """Without packing a micro-batch is as long as its longest row, and not as ``data.context``."""
     given = ("data.packing=false", "run.steps=4", "sample.tokens=0", "data.context=64")
-    made, told = recipe(tmp_path, *given), list[Stepped]()
+    made, steps = recipe(tmp_path, *given), list[Stepped]()
 
     def run(made: Recipe) -> None:
         def emit(record: Record) -> None:
             if isinstance(record, Stepped):
-                told.append(record)
+                steps.append(record)
 
         threads.run(2, lambda comm: train(made, comm, emit))
 
@@ -197,7 +197,7 @@ def test_tokens_are_those_of_rows_as_they_are_and_are_counted_on_by_a_resumed_ru
     assert not isinstance(data.training, StreamedRows)
     ranks = [Batches(data.training, made.batch, made.run.seed, rank, 2) for rank in range(2)]
     each = [sum(b.ids.numel() for r in ranks for b in r.step(step)) for step in range(4)]
-    assert [record.tokens for record in told] == list(accumulate(each))
+    assert [record.tokens for record in steps] == list(accumulate(each))
     assert max(each) < made.batch.rows * 64
     results = json.loads((Path(made.run.folder) / "train_results.json").read_text("utf-8"))
     assert results["train_tokens_per_second"] / results[
@@ -228,13 +228,13 @@ Taken = list[tuple[list[int], list[int]]]
 def take(source: StreamedRows, world: int, steps: int, positions: Any = ()) -> tuple[Taken, Any]:
     """Ids and targets of every row of ``steps`` global batches, and the positions after them."""
     ranks = [StreamBatches(source, rank, world) for rank in range(world)]
-    found: Taken = []
+    samples: Taken = []
     for rank in ranks:
         rank.start(positions)
     for _ in range(steps):
         assert not any(rank.ended() for rank in ranks)
         batches = [batch for rank in ranks for batch in rank.step(0)]
-        found += [
+        samples += [
             ([i for i in ids if i], [t for t in targets if t != IGNORED])
             for batch in batches
             for ids, targets in zip(batch.ids.tolist(), batch.targets.tolist(), strict=True)
@@ -242,7 +242,7 @@ def take(source: StreamedRows, world: int, steps: int, positions: Any = ()) -> t
     after = [position for rank in ranks for position in rank.positions()]
     for rank in ranks:
         rank.close()
-    return found, json.loads(json.dumps(after))
+    return samples, json.loads(json.dumps(after))
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
@@ -263,8 +263,8 @@ def test_each_streamed_sample_is_trained_on_once_in_an_epoch(tmp_path: Path) -> 
     (data,) = prepared(tmp_path, 1, *streamed(tmp_path, "data.packing=false", "batch.rows=2"))
     source = data.training
     assert isinstance(source, StreamedRows)
-    found, _ = take(source, 1, 25)
-    texts = sorted(source.tokenizer.decode(targets) for _, targets in found)
+    samples, _ = take(source, 1, 25)
+    texts = sorted(source.tokenizer.decode(targets) for _, targets in samples)
     assert texts == sorted(row["completion"] for row in ROWS)  # without the end token's text
 
 
@@ -273,16 +273,16 @@ def test_a_run_on_streamed_samples_is_the_same_on_two_ranks(tmp_path: Path) -> N
     """Ranks count together what is trained on, since each knows its own rows only."""
 
     def losses(world: int) -> list[float]:
-        found: list[float] = []
+        rank_losses: list[float] = []
 
         def emit(record: Record) -> None:
             if isinstance(record, Stepped):
-                found.append(record.loss)
+                rank_losses.append(record.loss)
 
         values = streamed(tmp_path, f"run.folder={tmp_path}/{world}", "sample.tokens=0")
         made = recipe(tmp_path, *values)
         threads.run(world, lambda comm: train(made, comm, emit))
-        return found
+        return rank_losses
 
     assert losses(2) == pytest.approx(losses(1), rel=1e-5)
 

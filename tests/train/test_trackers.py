@@ -64,17 +64,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def ran(folder: Path, *overrides: str, records: tuple[Record, ...] = (STEPPED,)) -> list[Record]:
     """What is emitted by a run of one rank that tells ``records``, and nothing else."""
-    told: list[Record] = []
+    logged: list[Record] = []
     recipe = tiny_recipe(folder, *overrides)
 
     def rank(comm: Comm) -> None:
-        with RunLogger.open_run(recipe, comm, told.append) as (logger, start):
+        with RunLogger.open_run(recipe, comm, logged.append) as (logger, start):
             logger.start_run(start, 0, {})
             for record in records:
                 logger.log(record)
 
     threads.run(1, rank, 60)
-    return told
+    return logged
 
 
 def test_finite_numbers_of_steps_and_validations_are_given_by_name() -> None:
@@ -133,8 +133,8 @@ def test_a_tracker_that_fails_is_left_out_with_a_warning(
 
     monkeypatch.setattr(sys.modules["trackio"], "log", fails)
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
-    told = ran(tmp_path, "logging.trackers=[wandb, trackio, mlflow]", records=(STEPPED, STEPPED))
-    warned = [record.message for record in told if isinstance(record, Warned)]
+    logged = ran(tmp_path, "logging.trackers=[wandb, trackio, mlflow]", records=(STEPPED, STEPPED))
+    warned = [record.message for record in logged if isinstance(record, Warned)]
     assert [text.partition(" and ")[0] for text in warned] == [
         "wandb failed at starting",
         "trackio failed at step 3",

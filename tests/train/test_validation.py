@@ -55,23 +55,23 @@ def test_the_loss_is_that_of_all_tokens_at_once() -> None:
     logits = Counting().table[batch.ids].flatten(0, 1)
     wanted = F.cross_entropy(logits, batch.targets.flatten()).item()
     right = (logits.argmax(-1) == batch.targets.flatten()).double().mean().item()
-    (found, _) = measured(1)[0]
-    assert found.loss == pytest.approx(wanted, rel=1e-6)
-    assert found.accuracy == right
-    assert found.perplexity == pytest.approx(math.exp(wanted), rel=1e-6)
-    assert (found.step, found.tokens) == (9, 28)
+    (evaluated, _) = measured(1)[0]
+    assert evaluated.loss == pytest.approx(wanted, rel=1e-6)
+    assert evaluated.accuracy == right
+    assert evaluated.perplexity == pytest.approx(math.exp(wanted), rel=1e-6)
+    assert (evaluated.step, evaluated.tokens) == (9, 28)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 @pytest.mark.parametrize("count", [1, 7, 8])
 def test_uneven_rows_change_nothing_and_no_rank_makes_a_pass_less(world: int, count: int) -> None:
     alone, _ = measured(1, count)[0]
-    found = measured(world, count)
-    assert len({passes for _, passes in found}) == 1
-    assert len({evaluated.loss for evaluated, _ in found}) == 1
-    assert found[0][0].loss == pytest.approx(alone.loss, rel=1e-12)
-    assert found[0][0].accuracy == alone.accuracy
-    assert found[0][0].tokens == alone.tokens == count * 4
+    results = measured(world, count)
+    assert len({passes for _, passes in results}) == 1
+    assert len({evaluated.loss for evaluated, _ in results}) == 1
+    assert results[0][0].loss == pytest.approx(alone.loss, rel=1e-12)
+    assert results[0][0].accuracy == alone.accuracy
+    assert results[0][0].tokens == alone.tokens == count * 4
 
 
 def test_all_rows_are_used_if_there_are_fewer() -> None:

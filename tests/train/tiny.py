@@ -41,8 +41,8 @@ def recipe_file(folder: Path) -> Path:
     """A recipe on disk, beside its text; it runs in ``folder / "run"``."""
     text_folder(folder / "text")
     path = folder / "tiny.yaml"
-    said = RECIPE.replace("SOURCE", str(folder / "text")).replace("FOLDER", str(folder / "run"))
-    _write(path, said)
+    text = RECIPE.replace("SOURCE", str(folder / "text")).replace("FOLDER", str(folder / "run"))
+    _write(path, text)
     return path
 
 

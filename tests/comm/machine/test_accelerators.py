@@ -47,8 +47,8 @@ def test_the_variables_and_the_compiler_of_each_row() -> None:
     ],
 )
 def test_the_peak_is_found_by_the_devices_name(device: str, name: str, flops: float | None) -> None:
-    found = peak(row(device), name)
-    assert (found and found.flops) == flops
+    known = peak(row(device), name)
+    assert (known and known.flops) == flops
     assert all(one.source for one in row(device).peaks)
 
 

@@ -204,10 +204,10 @@ def test_a_launched_group_ends_with_its_comm_also_after_an_error() -> None:
     assert first.value[:5] == ["SharedMemoryComm", 0, 2, 1.0, False]
     assert second.value[:5] == ["SharedMemoryComm", 1, 2, 1.0, False]
     raised, initialised, _ = first.value[5:]
-    told, still_initialised, seconds = second.value[5:]
+    reason, still_initialised, seconds = second.value[5:]
     assert (raised, initialised, still_initialised) == ("'no such file'", False, False)
     # Rank 0 serves the store: it stayed until rank 1 had read why it left.
-    assert told.startswith("rank 0 has left (it raised KeyError('no such file') after 0 coll")
+    assert reason.startswith("rank 0 has left (it raised KeyError('no such file') after 0 coll")
     assert seconds < 60  # and not the time limit of half an hour
 
 
@@ -292,10 +292,10 @@ def test_a_mesh_says_where_its_ranks_compute_unless_a_device_is_passed(
     mesh = DeviceMesh.__new__(DeviceMesh)
     mesh._device_type = "cpu"
     monkeypatch.setattr(DeviceMesh, "ndim", 1)
-    asked = list[str | None]()
+    devices = list[str | None]()
 
     def place(_: object, device: str | None) -> torch.device:
-        asked.append(device)
+        devices.append(device)
         return torch.device("cpu")
 
     monkeypatch.setattr(connect_module, "_axis", lambda mesh: None)
@@ -303,7 +303,7 @@ def test_a_mesh_says_where_its_ranks_compute_unless_a_device_is_passed(
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     over(mesh)
     over(mesh, device="meta")
-    assert asked == ["cpu", "meta"]
+    assert devices == ["cpu", "meta"]
 
 
 @pytest.mark.spawn

@@ -32,9 +32,9 @@ NEW, OLD = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "LOWER_LIST"
 
 
 def see(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
-    found = torch.device(device) if device else None
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    present = torch.device(device) if device else None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: present is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: present)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_each_process_gets_the_device_of_its_local_rank(monkeypatch: pytest.Monk
         set_device=made_current.append,
         current_device=lambda: made_current[-1],
     )
-    asked: list[str] = []
+    looked_up: list[str] = []
 
     def get_device_module(device: str) -> SimpleNamespace:
-        asked.append(device)
+        looked_up.append(device)
         return module
 
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
     monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1,2,3")
     assert device_of(row("xpu"), None, 3) == torch.device("xpu", 3)
-    assert (asked, made_current) == (["xpu"] * 2, [3])
+    assert (looked_up, made_current) == (["xpu"] * 2, [3])
     with pytest.raises(ConfigError) as error:
         device_of(row("xpu"), None, 4)
     text = "local rank 4 wants xpu:4, but torch sees 4 here (ZE_AFFINITY_MASK=0,1,2,3). Each"

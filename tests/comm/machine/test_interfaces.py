@@ -18,14 +18,14 @@ LOOPBACK = Interface("lo", "127.0.0.1")
 
 
 def test_what_others_reach_private_networks_first() -> None:
-    found = [
+    addresses = [
         LOOPBACK,
         Interface("docker0", "172.17.0.1"),
         Interface("eth0", "8.8.4.4"),
         Interface("eth1", "fd00::3"),
         Interface("eth1", "10.0.0.3"),
     ]
-    assert [one.address for one in reachable(found)] == ["10.0.0.3", "fd00::3", "8.8.4.4"]
+    assert [one.address for one in reachable(addresses)] == ["10.0.0.3", "fd00::3", "8.8.4.4"]
 
 
 def test_the_interface_that_leads_to_an_address() -> None:

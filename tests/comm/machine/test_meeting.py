@@ -71,10 +71,10 @@ def test_a_rank_says_again_and_again_who_is_missing(
 ) -> None:
     with pytest.raises(RanksDisagree) as error:
         rank(0, port, size=4, timeout=0.8).store()
-    said = f"to meet the others at 127.0.0.1:{port}: ranks 1–3 are not there"
+    expected = f"to meet the others at 127.0.0.1:{port}: ranks 1–3 are not there"
     assert len(caplog.messages) >= 3
     assert all(message.startswith("rank 0 has waited 0 s to") for message in caplog.messages[:2])
-    assert all(message.endswith(said) for message in caplog.messages)
+    assert all(message.endswith(expected) for message in caplog.messages)
     assert str(error.value).startswith(
         f"the ranks did not all connect to 127.0.0.1:{port} within 1 s: ranks 1–3 are not there. "
         "Nothing has started. Check that every rank was started with the same MASTER_ADDR"
@@ -156,8 +156,10 @@ def test_a_process_with_another_run_token_is_refused_and_named(
     foreign, name = rank(1, port, timeout=5), f"process {os.getpid()} on {platform.node()}"
     with pytest.raises(ConfigError, match="is not let in as rank 1: its run token is another one"):
         foreign.store()
-    said = f"rank 1 is not there; {name} says that it is rank 1, with another SHARDWISE_RUN_TOKEN"
-    while said not in caplog.messages[-1]:
+    message = (
+        f"rank 1 is not there; {name} says that it is rank 1, with another SHARDWISE_RUN_TOKEN"
+    )
+    while message not in caplog.messages[-1]:
         time.sleep(0.01)
     monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a secret")
     assert rank(1, port).store() is not None
@@ -229,8 +231,8 @@ def test_another_program_at_the_port_is_not_taken_for_the_store(
 ) -> None:
     with socket.create_server(("127.0.0.1", port)), pytest.raises(RanksDisagree):
         rank(0, port, timeout=0.8).store()
-    said = "a launcher that starts, or a program, has not answered as a store of torch does"
-    assert caplog.messages[0].endswith(said)
+    message = "a launcher that starts, or a program, has not answered as a store of torch does"
+    assert caplog.messages[0].endswith(message)
 
 
 def test_a_slow_store_is_not_taken_for_another_program(
@@ -244,8 +246,8 @@ def test_a_slow_store_is_not_taken_for_another_program(
 
     monkeypatch.setattr(meeting_module, "TCPStore", slow)
     rank(0, port, size=1).store()
-    said = "the store of this rank has not answered as a store of torch does"
-    assert [message.endswith(said) for message in caplog.messages] == [True]
+    expected = "the store of this rank has not answered as a store of torch does"
+    assert [message.endswith(expected) for message in caplog.messages] == [True]
 
 
 def test_a_call_that_nothing_can_end_is_watched(
@@ -321,8 +323,8 @@ def test_a_rank_that_is_killed_ends_the_waits_of_those_on_its_host() -> None:
     """Its parent has not waited for it, so it has a process number still."""
     first, second = two_of_three()
     second.kill()
-    said = f"rank 1 (process {second.pid}) has ended; read its own output. Nothing has started."
-    assert said in first.communicate(timeout=20)[1]
+    message = f"rank 1 (process {second.pid}) has ended; read its own output. Nothing has started."
+    assert message in first.communicate(timeout=20)[1]
     assert first.returncode == 1
     second.communicate()
 

@@ -16,9 +16,9 @@ from shardwise.comm.transports.shared_memory import _bytes_for
 
 def test_two_mappings_of_one_file_show_the_same_bytes() -> None:
     mine = Arena.create()
-    theirs = Arena.open(os.getpid(), mine.fd)
+    opened = Arena.open(os.getpid(), mine.fd)
     mine.tensor(4096, 3, torch.float32).copy_(torch.tensor([1.0, 2.0, 3.0]))
-    assert theirs.tensor(4096, 3, torch.float32).tolist() == [1.0, 2.0, 3.0]
+    assert opened.tensor(4096, 3, torch.float32).tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_file_has_a_tebibyte_and_takes_memory_only_where_it_is_touched() -> None:

@@ -90,7 +90,7 @@ def test_the_backend_averages_only_if_it_can_on_every_rank() -> None:
 
 def go_wrong(rank: int, world: int, folder: str) -> list[tuple[float, str]]:
     """Seconds until rank 0 knows that rank 1 left; that it is at another collective."""
-    found = []
+    errors = []
     with gloo_group(rank, world, folder):
         for leaves in (True, False):
             # A group each: gathers use the group itself, and it is dead afterwards.
@@ -107,15 +107,15 @@ def go_wrong(rank: int, world: int, folder: str) -> list[tuple[float, str]]:
                     for _ in range(2):  # the second time, because the group is dead
                         with pytest.raises(RanksDisagree) as error:
                             comm.all_gather(full, Label("gather", "blocks.3")).wait()
-                    found.append((time.monotonic() - start, str(error.value)))
-    return found
+                    errors.append((time.monotonic() - start, str(error.value)))
+    return errors
 
 
 @pytest.mark.spawn
 def test_ranks_that_differ_soon_raise() -> None:
-    mine, theirs = outcomes_of(2, go_wrong)
-    assert (mine.error, theirs.error) == ("", "")
-    (soon, left), (also_soon, elsewhere) = mine.value
+    first, second = outcomes_of(2, go_wrong)
+    assert (first.error, second.error) == ("", "")
+    (soon, left), (also_soon, elsewhere) = first.value
     assert left.startswith("rank 1 has left (it closed its communicator after 0 collectives)")
     assert elsewhere.startswith("collective 0 differs: rank 1 is at agree (0 bytes), rank 0 at gat")
     assert max(soon, also_soon) < 60  # and not the time limit of half an hour

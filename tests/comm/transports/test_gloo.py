@@ -165,14 +165,14 @@ def test_ranks_that_differ_soon_raise_the_same_error(
 ) -> None:
     outcomes = differences(transport)
     assert [(o.error, o.exitcode) for o in outcomes] == [("", 0)] * 2
-    (seconds, text, again, again_text), theirs = (o.value[difference.__name__] for o in outcomes)
+    (seconds, text, again, again_text), of_rank_1 = (o.value[difference.__name__] for o in outcomes)
     assert DIFFERENCES[difference] in text
     assert "This group cannot be used any more." in text
     assert seconds < SOON
     assert (again_text, again < SOON) == (text, True)
     if difference not in {closed, raised}:  # there, rank 1 knows well enough
-        assert theirs[1] == theirs[3] == text
-        assert theirs[0] < SOON
+        assert of_rank_1[1] == of_rank_1[3] == text
+        assert of_rank_1[0] < SOON
 
 
 # --- ranks that are slow, and ranks that are gone --------------------------------------------
@@ -221,12 +221,12 @@ def be_slow(rank: int, world: int, folder: str, transport: str) -> list[str]:
 @pytest.mark.spawn
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_slow_rank_is_waited_for_until_the_time_limit(transport: str) -> None:
-    (mine, theirs) = outcomes_of(2, be_slow, transport)
-    assert (mine.error, theirs.error) == ("", "")
-    assert mine.value == theirs.value
-    assert "rank 1 has not come within" in mine.value[0]
-    assert "while rank 0 waits at gather blocks.2 (collective 0, 1,024 bytes)" in mine.value[0]
-    assert "connect(timeout=…)" in mine.value[0]
+    (first, second) = outcomes_of(2, be_slow, transport)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    assert "rank 1 has not come within" in first.value[0]
+    assert "while rank 0 waits at gather blocks.2 (collective 0, 1,024 bytes)" in first.value[0]
+    assert "connect(timeout=…)" in first.value[0]
 
 
 def come_alone(rank: int, world: int, folder: str, transport: str) -> tuple[str, int]:

@@ -106,13 +106,13 @@ def one_step(rank: int, world: int, folder: str) -> dict[str, Any]:
 def proportional_bytes() -> int:
     """This process's part of the memory that is mapped from files without a name."""
     maps = Path("/proc/self/smaps").read_text().split("\n")
-    found, ours = 0, False
+    nbytes, ours = 0, False
     for line in maps:
         if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
             ours = "memfd:shardwise" in line
         elif ours and line.startswith("Pss:"):
-            found += 1024 * int(line.split()[1])
-    return found
+            nbytes += 1024 * int(line.split()[1])
+    return nbytes
 
 
 @pytest.mark.spawn

@@ -77,18 +77,20 @@ def test_a_rank_s_own_error_is_raised_and_not_what_it_caused() -> None:
 
 
 def test_those_who_wait_for_a_rank_that_raised_are_told_what() -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def fail_on_rank_1(comm: Comm) -> None:
         if comm.rank == 1:
             raise KeyError("no such file")
         with pytest.raises(RanksDisagree) as error:
             gather(comm, "blocks.1")
-        told.append(str(error.value))
+        messages.append(str(error.value))
 
     with pytest.raises(KeyError):
         threads.run(2, fail_on_rank_1)
-    assert told[0].startswith("rank 1 has left (it raised KeyError('no such file') after 0 coll")
+    assert messages[0].startswith(
+        "rank 1 has left (it raised KeyError('no such file') after 0 coll"
+    )
 
 
 def test_a_rank_that_closed_its_end_has_left() -> None:

@@ -37,14 +37,14 @@ def pair() -> tuple[Heartbeats, Heartbeats]:
 def test_a_rank_that_sends_none_is_silent_until_it_sends_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine, theirs = pair()
-    theirs.send("gather blocks.3")
+    mine, peer = pair()
+    peer.send("gather blocks.3")
     assert mine.look(2) == {}
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.001)
     time.sleep(0.01)
     assert list(mine.look(2)) == [1]
     monkeypatch.setattr(heartbeat, "INTERVAL", 10.0)
-    theirs.send()
+    peer.send()
     assert mine.look(2) == {}
 
 
@@ -59,8 +59,8 @@ def test_a_limit_that_is_no_number_of_seconds_is_refused_with_the_line_to_write(
 
 
 def test_silent_ranks_are_described_first_with_their_last_heartbeats_and_stacks() -> None:
-    mine, theirs = pair()
-    theirs.send("gather blocks.3")
+    mine, peer = pair()
+    peer.send("gather blocks.3")
     mine.look(2)
     first, second, *others = mine.describe(range(20), {1: 7.0}).strip().splitlines()
     assert first.startswith("rank 1 has sent no heartbeat for 7 s: it is frozen, or its host ")
@@ -133,13 +133,13 @@ def label() -> Label:
 def test_a_frozen_rank_is_named_with_its_last_heartbeat_and_goes_on_when_it_is_woken(
     transport: str,
 ) -> None:
-    mine, theirs = outcomes_of(2, be_frozen, transport)
-    assert (mine.error, theirs.error) == ("", "")
-    assert "rank 0 has waited 1 s for rank 1 at " in mine.value
-    assert "rank 1 has sent no heartbeat for " in mine.value
-    assert "The last one: process " in mine.value
-    assert "after step 2" in mine.value
-    assert "  stack of rank 1: " in mine.value
+    first, second = outcomes_of(2, be_frozen, transport)
+    assert (first.error, second.error) == ("", "")
+    assert "rank 0 has waited 1 s for rank 1 at " in first.value
+    assert "rank 1 has sent no heartbeat for " in first.value
+    assert "The last one: process " in first.value
+    assert "after step 2" in first.value
+    assert "  stack of rank 1: " in first.value
 
 
 ACTS: dict[str, tuple[str, Callable[[Any, Path], object]]] = {
@@ -173,9 +173,9 @@ def _be_frozen_in(comm: Comm, act: str, run: Path) -> tuple[float, str, str]:
 def test_a_rank_that_freezes_in_a_checkpoint_is_named_and_the_last_good_one_is_resumed(
     act: str, tmp_path: Path
 ) -> None:
-    mine, theirs = outcomes_of(2, be_frozen_in, act, tmp_path, timeout=60.0)
-    assert (mine.error, theirs.exitcode) == ("", -signal.SIGKILL)
-    seconds, warned, failed = mine.value
+    first, second = outcomes_of(2, be_frozen_in, act, tmp_path, timeout=60.0)
+    assert (first.error, second.exitcode) == ("", -signal.SIGKILL)
+    seconds, warned, failed = first.value
     assert seconds < 10.0
     assert re.search(rf"rank 0 has waited \d+ s for rank 1 at {ACTS[act][0]} ", warned)
     assert "rank 1 has sent no heartbeat for " in warned

@@ -9,8 +9,8 @@ from shardwise.comm.watchdog.waited import Waited
 
 def test_a_wait_is_said_after_five_seconds_and_each_time_that_it_has_doubled() -> None:
     ages = (1, 4, 6, 9, 11, 12, 100, 150, 161)
-    waited, said = Waited(), list[int]()
+    waited, reported = Waited(), list[int]()
     for age in ages:
         waited.since = monotonic() - age
-        said += [age] * waited.is_due()
-    assert said == [6, 11, 100, 161]
+        reported += [age] * waited.is_due()
+    assert reported == [6, 11, 100, 161]

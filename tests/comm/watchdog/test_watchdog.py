@@ -76,21 +76,21 @@ def reason(one: Watchdog) -> str:
 def test_ranks_that_wait_at_unlike_collectives_are_interrupted_with_one_reason(
     group: Group,
 ) -> None:
-    mine, theirs = group.add(2), group.add(2)
+    mine, other = group.add(2), group.add(2)
     mine.issue(A)
-    theirs.issue(A._replace(unit="blocks.9"))
+    other.issue(A._replace(unit="blocks.9"))
     wait_for(mine, A)
-    wait_for(theirs, A)
+    wait_for(other, A)
     assert all(event.wait(60) for event in group.interrupted)
-    assert reason(mine) == reason(theirs)
+    assert reason(mine) == reason(other)
     assert "rank 1 is at gather blocks.9 (1,024 bytes), rank 0 at gather blocks.0" in reason(mine)
 
 
 def test_a_rank_that_waits_for_a_rank_that_computes_is_left_alone(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine, theirs = group.add(2), group.add(2)
-    theirs.issue(A)
+    mine, other = group.add(2), group.add(2)
+    other.issue(A)
     mine.issue(A)
     mine.issue(B)
     since = time.monotonic()
@@ -140,8 +140,8 @@ def test_a_rank_publishes_its_last_256_collectives(group: Group) -> None:
 
 
 def test_nothing_but_heartbeats_is_written_while_nobody_waits_long(group: Group) -> None:
-    mine, theirs = group.add(2), group.add(2)
-    for one in (mine, theirs):
+    mine, other = group.add(2), group.add(2)
+    for one in (mine, other):
         one.issue(A)
         wait_for(one, A)
         one.waits = None
@@ -152,8 +152,8 @@ def test_nothing_but_heartbeats_is_written_while_nobody_waits_long(group: Group)
 def test_a_rank_that_sends_heartbeats_and_does_not_come_is_named_with_its_stack(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine, theirs = group.add(2), group.add(2)
-    theirs.issue(A)
+    mine, other = group.add(2), group.add(2)
+    other.issue(A)
     mine.issue(A)
     mine.issue(B)
     wait_for(mine, B)
@@ -166,10 +166,10 @@ def test_a_rank_that_sends_heartbeats_and_does_not_come_is_named_with_its_stack(
 def test_a_rank_whose_heartbeats_stop_is_named_with_its_last_one(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine, theirs = group.add(2), group.add(2)
-    theirs.issue(A)
+    mine, other = group.add(2), group.add(2)
+    other.issue(A)
     until(lambda: "last issued gather" in group.store.get("alive/1").decode())
-    theirs._stop.set()  # as a signal would stop it
+    other._stop.set()  # as a signal would stop it
     mine.issue(A)
     mine.issue(B)
     wait_for(mine, B)
@@ -251,24 +251,24 @@ def test_a_call_that_never_returns_is_a_wait(group: Group) -> None:
 
 
 def test_the_time_limit_names_who_never_came(group: Group) -> None:
-    mine, theirs = group.add(3, timeout=0.3), group.add(3)
+    mine, other = group.add(3, timeout=0.3), group.add(3)
     group.add(3)
     mine.issue(A)
-    theirs.issue(A)
-    wait_for(theirs, A)
+    other.issue(A)
+    wait_for(other, A)
     wait_for(mine, A)
     assert group.interrupted[0].wait(60)
     assert "rank 2 has not come within 0 s while rank 0 waits at gather blocks.0" in reason(mine)
     # The other rank that waits reads the verdict rather than find one of its own.
     assert group.interrupted[1].wait(60)
-    assert reason(theirs) == reason(mine)
+    assert reason(other) == reason(mine)
 
 
 def test_a_rank_that_left_is_named_with_its_reason(group: Group) -> None:
-    mine, theirs = group.add(2), group.add(2)
+    mine, other = group.add(2), group.add(2)
     mine.issue(A)
-    theirs.issue(A)
-    theirs.leave("it raised KeyError('x')")
+    other.issue(A)
+    other.leave("it raised KeyError('x')")
     mine.issue(B)
     wait_for(mine, B)
     assert group.interrupted[0].wait(60)
@@ -309,8 +309,8 @@ def test_sharing_with_a_rank_that_never_comes_ends_at_the_time_limit(group: Grou
 
 def test_a_backend_s_error_is_explained_by_what_the_peer_said_last(group: Group) -> None:
     closed = RuntimeError("Connection closed by peer [127.0.0.1]:1234")
-    mine, theirs, third = (group.add(3) for _ in range(3))
-    for one in (mine, theirs, third):
+    mine, other, third = (group.add(3) for _ in range(3))
+    for one in (mine, other, third):
         one.issue(A)
     wait_for(mine, A, peer=1)
     assert str(mine.explain(closed, 1)).startswith("rank 1 ended without a reason")
@@ -319,9 +319,9 @@ def test_a_backend_s_error_is_explained_by_what_the_peer_said_last(group: Group)
 
 
 def test_an_orderly_end_is_not_taken_for_a_crash(group: Group) -> None:
-    mine, theirs = group.add(2), group.add(2)
+    mine, other = group.add(2), group.add(2)
     mine.issue(A)
-    theirs.leave("its process ended normally")
+    other.leave("its process ended normally")
     text = str(mine.explain(RuntimeError("Connection closed by peer"), 1))
     assert text.startswith("rank 1 has left (its process ended normally after 0 collectives)")
 
@@ -329,9 +329,9 @@ def test_an_orderly_end_is_not_taken_for_a_crash(group: Group) -> None:
 def test_of_several_ranks_that_ended_the_one_that_the_backend_missed_is_named(
     group: Group,
 ) -> None:
-    mine, theirs, third = (group.add(3) for _ in range(3))
+    mine, other, third = (group.add(3) for _ in range(3))
     mine.issue(A)
-    theirs.leave("it raised KeyError('x')")
+    other.leave("it raised KeyError('x')")
     third.leave("its process ended normally")
     text = str(mine.explain(RuntimeError("Connection closed by peer"), 2))
     assert text.startswith("rank 2 has left (its process ended normally after 0 collectives)")
@@ -374,8 +374,8 @@ def test_a_store_that_is_gone_is_said_to_be_gone() -> None:
 
 
 def test_who_serves_the_store_lingers_until_all_have_left(group: Group) -> None:
-    mine, theirs = group.add(2), group.add(2)
-    later = threading.Timer(0.3, theirs.leave, ["it closed its communicator"])
+    mine, other = group.add(2), group.add(2)
+    later = threading.Timer(0.3, other.leave, ["it closed its communicator"])
     start = time.monotonic()
     later.start()
     mine.leave("it closed its communicator", linger=100)
@@ -383,10 +383,10 @@ def test_who_serves_the_store_lingers_until_all_have_left(group: Group) -> None:
 
 
 def test_who_serves_the_store_does_not_linger_for_a_rank_that_was_killed(group: Group) -> None:
-    mine, theirs = group.add(3), group.add(3)
-    theirs.issue(A)
-    theirs.explain(RuntimeError("Connection closed by peer"), 2)
-    theirs.leave("it raised an error")
+    mine, other = group.add(3), group.add(3)
+    other.issue(A)
+    other.explain(RuntimeError("Connection closed by peer"), 2)
+    other.leave("it raised an error")
     start = time.monotonic()
     mine.leave("it raised an error", linger=20)
     assert time.monotonic() - start < 10

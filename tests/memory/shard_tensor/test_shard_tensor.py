@@ -150,9 +150,11 @@ def test_a_scaled_gradient_that_is_infinite_on_one_rank_is_found_on_every_rank()
         flags = []
         for value in (1.0, math.inf):
             local(gradient).fill_(value if comm.rank == 1 else 4.0)
-            found = torch.zeros(1)
-            torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, torch.tensor(0.25))
-            flags.append(found.item())
+            is_infinite = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [gradient], is_infinite, torch.tensor(0.25)
+            )
+            flags.append(is_infinite.item())
         return [*flags, local(gradient).flatten()[0].item()]
 
     assert on_ranks(2, BUILD, rank) == [[0.0, 1.0, 1.0], [0.0, 1.0, math.inf]]
@@ -161,15 +163,15 @@ def test_a_scaled_gradient_that_is_infinite_on_one_rank_is_found_on_every_rank()
 def test_a_number_costs_one_collective_and_a_list_of_norms_one_for_all() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         trained(comm, model)
-        found = [gradient for _, gradient in gradients(model)]
+        shards = [gradient for _, gradient in gradients(model)]
         comm.counters.reset()
-        norms = torch._foreach_norm(found)
+        norms = torch._foreach_norm(shards)
         assert comm.counters.calls == {"norm": 1}
-        singly = [gradient.norm() for gradient in found]
-        assert comm.counters.calls == {"norm": 1 + len(found)}
+        singly = [gradient.norm() for gradient in shards]
+        assert comm.counters.calls == {"norm": 1 + len(shards)}
         torch.testing.assert_close(list(norms), singly)
-        others = torch._foreach_norm([*found, torch.ones(3)], 1, dtype=torch.float64)
-        singly = [gradient.norm(1, dtype=torch.float64) for gradient in found]
+        others = torch._foreach_norm([*shards, torch.ones(3)], 1, dtype=torch.float64)
+        singly = [gradient.norm(1, dtype=torch.float64) for gradient in shards]
         expected = [*singly, torch.tensor(3.0).double()]
         assert_near(others, expected)
 
@@ -355,20 +357,20 @@ def test_a_plain_whole_average_is_told_how_to_be_updated() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         mean = copy.deepcopy(model).requires_grad_(False)
         sw.shard(model, comm=comm)
-        mine, theirs = model.get_parameter("project.weight"), mean.get_parameter("project.weight")
+        param, average = model.get_parameter("project.weight"), mean.get_parameter("project.weight")
         for update in (
-            lambda: theirs.data.mul_(0.5).add_(mine.data, alpha=0.5),
-            lambda: theirs.detach().copy_(mine.detach()),
-            lambda: torch._foreach_lerp_([theirs], [mine.detach()], 0.5),
+            lambda: average.data.mul_(0.5).add_(param.data, alpha=0.5),
+            lambda: average.detach().copy_(param.detach()),
+            lambda: torch._foreach_lerp_([average], [param.detach()], 0.5),
         ):
             text = error_text(sw.ShardUseError, update)
             assert "shard the averaging model likewise and write to its parameters()" in text
-        before = theirs.detach().clone()
+        before = average.detach().clone()
         sw.shard(mean, comm=comm)
         mean.state_dict()["project.weight"].mul_(0.5)
         assert torch.equal(mean.state_dict()["project.weight"], before)
         with torch.no_grad():
-            theirs.mul_(0.5)
+            average.mul_(0.5)
         assert torch.equal(mean.state_dict()["project.weight"], before * 0.5)
 
     on_ranks(WORLD, BUILD, rank)

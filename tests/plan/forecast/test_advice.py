@@ -9,13 +9,13 @@ from shardwise.plan.forecast.advice import Situation, advise
 BILLION = 1_000_000_000
 
 
-def said(*situation: object) -> dict[str, bool]:
+def verdicts(*situation: object) -> dict[str, bool]:
     return {advice.strategy: advice.takes for advice in advise(Situation(*situation))}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("billions", "takes"), [(0.9, True), (1.1, False)])
 def test_no_shard_is_for_models_below_a_billion(billions: float, takes: bool) -> None:
-    assert said(int(billions * BILLION), "nvswitch", None, 0)["no_shard"] is takes
+    assert verdicts(int(billions * BILLION), "nvswitch", None, 0)["no_shard"] is takes
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_no_shard_is_for_models_below_a_billion(billions: float, takes: bool) ->
     ],
 )
 def test_sharding_asks_for_fast_links_in_a_host(inside: str, avoided: set[str]) -> None:
-    rules = said(8 * BILLION, inside, None, 0)
+    rules = verdicts(8 * BILLION, inside, None, 0)
     assert {strategy for strategy, takes in rules.items() if not takes} == {"no_shard", *avoided}
 
 
@@ -48,12 +48,12 @@ def test_parameters_are_counted_without_exponents(parameters: int, written: str)
 def test_hybrids_are_for_small_models_or_without_infiniband(
     billions: int, between: str, takes: bool
 ) -> None:
-    assert said(billions * BILLION, "nvswitch", between, 400e9)["hybrid_shard"] is takes
+    assert verdicts(billions * BILLION, "nvswitch", between, 400e9)["hybrid_shard"] is takes
 
 
 def test_below_100_gigabits_hosts_should_meet_rarely() -> None:
-    assert said(8 * BILLION, "nvswitch", "ethernet", 99e9)["diloco"]
-    assert "diloco" not in said(8 * BILLION, "nvswitch", "ethernet", 100e9)
+    assert verdicts(8 * BILLION, "nvswitch", "ethernet", 99e9)["diloco"]
+    assert "diloco" not in verdicts(8 * BILLION, "nvswitch", "ethernet", 100e9)
 
 
 def test_a_link_is_called_by_the_name_that_the_table_has() -> None:

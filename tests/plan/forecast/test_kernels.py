@@ -49,8 +49,8 @@ def test_a_product_is_as_aligned_as_what_lies_together_in_each_matrix() -> None:
 
 def test_the_rows_of_groups_are_divided_evenly() -> None:
     rows, ends = empty(8, 4), empty(3)
-    found = products(grouped_mm.default, (rows, empty(3, 4, 5), ends), [empty(8, 5)])
-    assert found == [Product(3, 5, 4, 2, 4), Product(2, 5, 4, 1, 4)]
+    listed = products(grouped_mm.default, (rows, empty(3, 4, 5), ends), [empty(8, 5)])
+    assert listed == [Product(3, 5, 4, 2, 4), Product(2, 5, 4, 1, 4)]
     of_weights = products(grouped_mm.default, (rows.t(), empty(8, 5), ends), [empty(3, 4, 5)])
     assert of_weights == [Product(4, 5, 3, 2, 4), Product(4, 5, 2, 1, 4)]
     few = products(grouped_mm.default, (empty(3, 5, 4), empty(4, 2), ends), [empty(5, 2)])
@@ -60,9 +60,9 @@ def test_the_rows_of_groups_are_divided_evenly() -> None:
 def test_a_convolution_is_a_product_over_places() -> None:
     # [2, 6, 9] with filters [8, 3, 3] in two groups
     args: list[Any] = [empty(2, 6, 9), empty(8, 3, 3), None, [1], [0], [1], False, [0], 2]
-    found = products(aten.convolution.default, args, [empty(2, 8, 7)])
-    assert found == [Product(2 * 7, 4, 9, 2, 4, "conv")]
-    assert found[0].flops == 2 * (2 * 8 * 7) * 9
+    listed = products(aten.convolution.default, args, [empty(2, 8, 7)])
+    assert listed == [Product(2 * 7, 4, 9, 2, 4, "conv")]
+    assert listed[0].flops == 2 * (2 * 8 * 7) * 9
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -169,13 +169,13 @@ def question_of(path: Callable[[Blocks, Tensor], Tensor]) -> Question:
 def test_few_blocks_stand_for_all_only_where_a_step_of_all_says_so(
     path: Callable[[Blocks, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = question_of(path)
+    question = question_of(path)
     candidate = Candidate("full_shard", 4)
-    planner = Planner(asked)
+    planner = Planner(question)
     planner.peak(candidate)  # an estimate: only from then on may few blocks stand for all
     planned = planner.forecast(candidate)
     monkeypatch.setattr(repeated, "FEWEST", 100)
-    assert planned == Planner(asked).forecast(candidate)
+    assert planned == Planner(question).forecast(candidate)
 
 
 @pytest.fixture

@@ -136,17 +136,17 @@ def test_gradients_of_another_dtype_are_offered_but_not_chosen(verdict: Verdict)
 
 
 def test_all_of_a_verdict_is_in_its_json(verdict: Verdict) -> None:
-    said = verdict.as_json()
-    assert said["peak"] == sum(said["by_kind"].values())
-    assert said["seconds"] == pytest.approx(sum(said["parts"].values()))
-    tokens = said["tokens_per_second"] * 8 * said["days"] * 86_400
+    report = verdict.as_json()
+    assert report["peak"] == sum(report["by_kind"].values())
+    assert report["seconds"] == pytest.approx(sum(report["parts"].values()))
+    tokens = report["tokens_per_second"] * 8 * report["days"] * 86_400
     assert tokens == pytest.approx(10**9)
 
 
 def on_a_device_of(memory: float) -> Question:
-    asked = question()
-    accelerator = replace(asked.machine.accelerator, memory=memory, reserved=0)
-    return replace(asked, machine=replace(asked.machine, accelerator=accelerator))
+    base = question()
+    accelerator = replace(base.machine.accelerator, memory=memory, reserved=0)
+    return replace(base, machine=replace(base.machine, accelerator=accelerator))
 
 
 @pytest.mark.parametrize(

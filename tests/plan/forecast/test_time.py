@@ -84,8 +84,8 @@ def test_each_lane_does_one_thing_at_a_time_and_a_unit_computes_when_it_is_there
         if interval.op is Op.GATHER:
             gathered[interval.unit, interval.phase] = interval.stop
         elif interval.lane == "device":
-            there = gathered.get((interval.unit, interval.phase), 0.0)
-            assert interval.start >= there - 1e-12
+            arrival = gathered.get((interval.unit, interval.phase), 0.0)
+            assert interval.start >= arrival - 1e-12
 
 
 def test_computing_takes_longer_while_the_link_is_busy() -> None:

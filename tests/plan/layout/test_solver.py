@@ -25,9 +25,9 @@ def rows_given_up(layout: Layout) -> float:
 # --- every layout, element by element -----------------------------------------------------------
 
 
-def check(layout: Layout, asked: Iterable[Slot]) -> None:
+def check(layout: Layout, slots: Iterable[Slot]) -> None:
     """Everything that the engine relies on, from the definitions alone."""
-    by_name = {spec.name: spec for spec in asked}
+    by_name = {spec.name: spec for spec in slots}
     shapes = {name: spec.shape for name, spec in by_name.items()}
     assert {slot.name: slot.shape for slot in layout.slots} == shapes
     assert all(one.stop <= two.start for one, two in pairwise(layout.slots))
@@ -60,9 +60,9 @@ def check_part(
     assert shape[1:] == slot.shape[1:] or not slot.keeps_rows
 
 
-def most(asked: Sequence[Slot], world: int, align: int, slack: int) -> int:
+def most(slots: Sequence[Slot], world: int, align: int, slack: int) -> int:
     """The elements that the bucket may have, if no atom was given."""
-    sizes = [prod(spec.shape) for spec in asked]
+    sizes = [prod(spec.shape) for spec in slots]
     aligned = sum(-(-size // align) * align for size in sizes)
     least = -(-aligned // (world * align)) * world * align
     bounds = [total + max(total // 50, slack * world) for total in (sum(sizes), aligned)]
@@ -84,16 +84,16 @@ WORLD = st.one_of(st.integers(1, 9), st.just(64))
 def test_any_bucket_is_laid_out_whole_aligned_and_within_its_bound(
     shapes: list[Shape], world: int, align: int, slack: int
 ) -> None:
-    asked = specs(*shapes)
-    layout = solve(asked, world, align, slack)
-    check(layout, asked)
+    slots = specs(*shapes)
+    layout = solve(slots, world, align, slack)
+    check(layout, slots)
     assert layout.shard_numel % align == 0
     assert all(slot.start % align == 0 for slot in layout.slots)
-    assert layout.numel <= most(asked, world, align, slack)
-    assert layout == solve(asked, world, align, slack)
+    assert layout.numel <= most(slots, world, align, slack)
+    assert layout == solve(slots, world, align, slack)
     assert layout.over(world) == layout
     for larger in {1, world // 2} if world % 2 == 0 else {1}:
-        check(layout.over(larger), asked)
+        check(layout.over(larger), slots)
         assert [slot.start for slot in layout.over(larger).slots] == [s.start for s in layout.slots]
     assert all(slot.keeps_rows for slot in layout.over(1).slots)
 
@@ -102,10 +102,10 @@ def test_any_bucket_is_laid_out_whole_aligned_and_within_its_bound(
 def test_any_bucket_with_given_atoms_keeps_them(
     shapes: list[Shape], world: int, atoms: list[int]
 ) -> None:
-    asked = [
+    slots = [
         Slot(spec.name, spec.shape, atom) for spec, atom in zip(specs(*shapes), atoms, strict=False)
     ]
-    check(solve(asked, world, align=4), asked)
+    check(solve(slots, world, align=4), slots)
 
 
 @given(SHAPES, WORLD, st.sampled_from([0, 3, 8]))
@@ -268,11 +268,11 @@ def many(kind: str) -> list[Shape]:
 
 @pytest.mark.parametrize("kind", ["blocks", "adapters", "scalars", "convolutions", "no two alike"])
 def test_ten_thousand_parameters_on_1024_ranks_take_less_than_two_seconds(kind: str) -> None:
-    asked = specs(*many(kind))
+    slots = specs(*many(kind))
     begin = process_time()
-    layout = solve(asked, world=1024)
+    layout = solve(slots, world=1024)
     assert process_time() - begin < 2
-    assert layout.numel <= most(asked, 1024, align=16, slack=32)
+    assert layout.numel <= most(slots, 1024, align=16, slack=32)
     assert rows_given_up(layout) < 0.3
 
 

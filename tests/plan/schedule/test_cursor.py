@@ -79,8 +79,8 @@ def test_another_forward_pass_goes_on_only_where_the_schedule_lists_one() -> Non
     twice = Cursor("train", script(Order(FORWARD * 2, mirror(FORWARD * 2))))
     for cue in FORWARD:
         twice.match(cue)
-    asked = [("train", "a"), ("train", None), ("train", "b"), ("accumulate", "a")]
-    assert [twice.lists_forward(*one) for one in asked] == [True, True, False, False]
+    forwards = [("train", "a"), ("train", None), ("train", "b"), ("accumulate", "a")]
+    assert [twice.lists_forward(*one) for one in forwards] == [True, True, False, False]
     twice.match(enter("b"))
     assert not twice.lists_forward("train", None)
 

@@ -73,8 +73,8 @@ def played(order: Order, policy: Policy) -> tuple[Step, ...]:
     return steps(order, policy, weights(order))
 
 
-def table(found: tuple[Event, ...], phase: Phase, *ops: Op) -> str:
-    return "\n".join(f"{e.op} {e.unit}" for e in found if e.phase is phase and e.op in ops)
+def table(script: tuple[Event, ...], phase: Phase, *ops: Op) -> str:
+    return "\n".join(f"{e.op} {e.unit}" for e in script if e.phase is phase and e.op in ops)
 
 
 def rows(text: str) -> str:
@@ -95,8 +95,8 @@ def policy(forward: int, backward: int, **changes: object) -> Policy:
 
 
 def test_forward_without_prefetch_gathers_each_unit_when_it_is_entered() -> None:
-    found = listed(layers(3), policy(forward=0, backward=1))
-    assert table(found, Phase.FORWARD, Op.GATHER) == rows("""
+    script = listed(layers(3), policy(forward=0, backward=1))
+    assert table(script, Phase.FORWARD, Op.GATHER) == rows("""
         gather root
         gather layers.0
         gather layers.1
@@ -106,9 +106,9 @@ def test_forward_without_prefetch_gathers_each_unit_when_it_is_entered() -> None
 
 def test_backward_gathers_one_ahead_what_was_freed() -> None:
     """The root and the last layer were not: they would have been gathered again at once."""
-    found = listed(layers(3), policy(0, 1))
-    assert table(found, Phase.FORWARD, Op.FREE) == "free layers.0\nfree layers.1"
-    assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
+    script = listed(layers(3), policy(0, 1))
+    assert table(script, Phase.FORWARD, Op.FREE) == "free layers.0\nfree layers.1"
+    assert table(script, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
         gather layers.1
         reduce layers.2
         gather layers.0
@@ -119,8 +119,8 @@ def test_backward_gathers_one_ahead_what_was_freed() -> None:
 
 
 def test_backward_with_reshard_false_gathers_nothing() -> None:
-    found = listed(layers(3), policy(0, 1, placements=everywhere(ZERO2)))
-    assert table(found, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
+    script = listed(layers(3), policy(0, 1, placements=everywhere(ZERO2)))
+    assert table(script, Phase.BACKWARD, Op.GATHER, Op.REDUCE) == rows("""
         reduce layers.2
         reduce layers.1
         reduce layers.0
@@ -129,8 +129,8 @@ def test_backward_with_reshard_false_gathers_nothing() -> None:
 
 
 def test_forward_prefetch_one() -> None:
-    found = listed(layers(4), policy(forward=1, backward=1))
-    assert table(found, Phase.FORWARD, Op.GATHER, Op.FREE) == rows("""
+    script = listed(layers(4), policy(forward=1, backward=1))
+    assert table(script, Phase.FORWARD, Op.GATHER, Op.FREE) == rows("""
         gather root
         gather layers.0
         gather layers.1
@@ -143,8 +143,8 @@ def test_forward_prefetch_one() -> None:
 
 
 def test_forward_prefetch_two() -> None:
-    found = listed(layers(4), policy(forward=2, backward=1))
-    assert table(found, Phase.FORWARD, Op.GATHER, Op.FREE) == rows("""
+    script = listed(layers(4), policy(forward=2, backward=1))
+    assert table(script, Phase.FORWARD, Op.GATHER, Op.FREE) == rows("""
         gather root
         gather layers.0
         gather layers.1
@@ -157,8 +157,8 @@ def test_forward_prefetch_two() -> None:
 
 
 def test_backward_prefetch_two() -> None:
-    found = listed(layers(4), policy(forward=0, backward=2))
-    assert table(found, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
+    script = listed(layers(4), policy(forward=0, backward=2))
+    assert table(script, Phase.BACKWARD, Op.GATHER, Op.FREE, Op.REDUCE) == rows("""
         gather layers.2
         gather layers.1
         free layers.3
@@ -219,8 +219,8 @@ def test_never_more_gathers_in_flight_than_the_limit(limit: int) -> None:
 def test_prefetch_depth_is_in_bytes() -> None:
     order = layers(4)
     heavy = {**weights(order), "layers.1": UnitBytes(300, 300)}
-    found = events(order, Policy(everywhere(FULL), Prefetch(250, 0)), heavy)
-    assert table(found, Phase.FORWARD, Op.GATHER, Op.ENTER).startswith(
+    script = events(order, Policy(everywhere(FULL), Prefetch(250, 0)), heavy)
+    assert table(script, Phase.FORWARD, Op.GATHER, Op.ENTER).startswith(
         rows("""
         gather root
         gather layers.0
@@ -241,10 +241,10 @@ def test_zero1_gathers_all_units_when_the_first_is_entered() -> None:
 
 
 def test_zero1_gathers_once_and_gives_back_at_the_end() -> None:
-    found = listed(layers(2), Policy(everywhere(ZERO1)))
-    assert table(found, Phase.FORWARD, Op.GATHER).count("gather") == 3
-    assert table(found, Phase.BACKWARD, Op.GATHER) == ""
-    assert [event.op for event in found[-4:]] == [Op.SETTLE, Op.FREE, Op.FREE, Op.FREE]
+    script = listed(layers(2), Policy(everywhere(ZERO1)))
+    assert table(script, Phase.FORWARD, Op.GATHER).count("gather") == 3
+    assert table(script, Phase.BACKWARD, Op.GATHER) == ""
+    assert [event.op for event in script[-4:]] == [Op.SETTLE, Op.FREE, Op.FREE, Op.FREE]
 
 
 def test_a_unit_that_is_entered_again_before_it_is_left_is_reduced_once_at_the_outer_exit() -> None:
@@ -252,8 +252,8 @@ def test_a_unit_that_is_entered_again_before_it_is_left_is_reduced_once_at_the_o
     forward = tuple(Cue(op, "a", Phase.FORWARD) for op in (Op.ENTER, Op.EXIT) * 2)
     nested = (Op.ENTER, Op.ENTER, Op.EXIT, Op.EXIT)
     backward = tuple(Cue(op, "a", Phase.BACKWARD) for op in nested)
-    found = listed(Order(forward, backward), policy(0, 0))
-    assert [event.op for event in found if event.phase is Phase.BACKWARD] == [
+    script = listed(Order(forward, backward), policy(0, 0))
+    assert [event.op for event in script if event.phase is Phase.BACKWARD] == [
         *nested,
         Op.FREE,
         Op.REDUCE,
@@ -374,8 +374,8 @@ JOINED = frozenset(("root", "layers.0", "layers.1"))
 
 
 def test_what_the_optimizers_of_copies_wrote_is_joined_before_a_units_first_gather_only() -> None:
-    found = listed(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED))
-    assert table(found, Phase.FORWARD, Op.UPDATE, Op.GATHER) == rows("""
+    script = listed(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED))
+    assert table(script, Phase.FORWARD, Op.UPDATE, Op.GATHER) == rows("""
         update root
         gather root
         update layers.0
@@ -383,12 +383,12 @@ def test_what_the_optimizers_of_copies_wrote_is_joined_before_a_units_first_gath
         update layers.1
         gather layers.1
     """)
-    assert table(found, Phase.BACKWARD, Op.UPDATE, Op.GATHER) == "gather layers.0"
+    assert table(script, Phase.BACKWARD, Op.UPDATE, Op.GATHER) == "gather layers.0"
 
 
 def test_a_unit_is_joined_when_it_is_gathered_and_not_when_the_one_before_it_ends() -> None:
-    found = played(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED))
-    first = next(step for step in found if step.cue.unit == "layers.1")
+    script = played(layers(2), policy(0, 0, placements=everywhere(PIECES), joins=JOINED))
+    first = next(step for step in script if step.cue.unit == "layers.1")
     assert [event.op for event in first.events] == [Op.UPDATE, Op.GATHER]
 
 
@@ -418,8 +418,8 @@ def test_a_shard_in_host_memory_is_loaded_before_each_gather_or_once() -> None:
 
 def test_in_the_last_micro_batch_only_what_is_not_kept_is_loaded() -> None:
     last = policy(0, 0, loads=LAYERS, reloads=frozenset({"layers.0"}))
-    found = listed(layers(2), last, "last")
-    assert table(found, Phase.FORWARD, Op.LOAD) == "load layers.0"
+    script = listed(layers(2), last, "last")
+    assert table(script, Phase.FORWARD, Op.LOAD) == "load layers.0"
 
 
 # ---- one cue ---------------------------------------------------------------------------------

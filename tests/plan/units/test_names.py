@@ -11,7 +11,7 @@ from shardwise.plan.units.names import NameGroup, group_names
 
 
 def folded(*names: str) -> list[str]:
-    return [found.name for found in group_names((name, ()) for name in names)]
+    return [group.name for group in group_names((name, ()) for name in names)]
 
 
 def test_layers_are_one_line() -> None:
@@ -51,9 +51,9 @@ def test_many_gaps_are_counted() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), unique=True))
 def test_no_name_is_lost_or_made_up(numbers: list[tuple[int, int]]) -> None:
-    found = group_names((f"a.{n}.b.{k}", ()) for n, k in numbers)
+    groups = group_names((f"a.{n}.b.{k}", ()) for n, k in numbers)
     plural: Counter[str] = Counter()
-    for name, count, _ in found:
+    for name, count, _ in groups:
         texts = [""]
         for part in name.split("."):
             texts = [f"{text}.{one}" for text in texts for one in unfolded(part)]

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from tests.ranks import gloo_group
 
-Told = tuple[dict[str, Tensor], dict[str, Any]]
+WholeState = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Net(nn.Module):
@@ -62,7 +62,7 @@ def steps(model: nn.Module, optimizer: Optimizer, count: int = 2) -> None:
         optimizer.zero_grad()
 
 
-def told(model: nn.Module, optimizer: Optimizer) -> Told:
+def whole_state(model: nn.Module, optimizer: Optimizer) -> WholeState:
     """Whole tensors, as torch gathers them."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     states: Any
@@ -78,14 +78,14 @@ def fsdp2(world: int) -> tuple[nn.Module, Optimizer]:
     return model, adamw(model)
 
 
-def fsdp_saves(rank: int, world: int, folder: str, run: str) -> Told:
+def fsdp_saves(rank: int, world: int, folder: str, run: str) -> WholeState:
     """All that FSDP2 and FSDP1 may leave on a disk after the same two steps; what FSDP2 says."""
     with gloo_group(rank, world, folder):
         fsdp1_saves(rank, run)
         return fsdp2_saves(world, run)
 
 
-def fsdp2_saves(world: int, run: str) -> Told:
+def fsdp2_saves(world: int, run: str) -> WholeState:
     """A DCP folder of model, optimizer and step; one more with the optimizer flattened."""
     model, optimizer = fsdp2(world)
     steps(model, optimizer)
@@ -94,10 +94,10 @@ def fsdp2_saves(world: int, run: str) -> Told:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     flat = get_optimizer_state_dict(model, optimizer, options=options)
     dcp_save({"model": states, "optim": flat}, checkpoint_id=f"{run}/flat")
-    return told(model, optimizer)
+    return whole_state(model, optimizer)
 
 
-def fsdp2_loads(rank: int, world: int, folder: str, run: str) -> Told:
+def fsdp2_loads(rank: int, world: int, folder: str, run: str) -> WholeState:
     """A fresh model and optimizer, filled from a DCP folder."""
     with gloo_group(rank, world, folder):
         model, optimizer = fsdp2(world)
@@ -107,7 +107,7 @@ def fsdp2_loads(rank: int, world: int, folder: str, run: str) -> Told:
         dcp_load(wanted, checkpoint_id=f"{run}/dcp")
         assert wanted["step"] == 2
         set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=optim)
-        return told(model, optimizer)
+        return whole_state(model, optimizer)
 
 
 def fsdp1_saves(rank: int, run: str) -> None:
@@ -129,12 +129,12 @@ def fsdp1_saves(rank: int, run: str) -> None:
         torch.save(optim, f"{run}/optimizer.bin")
 
 
-def ddp_saves(path: Path, *, numbered: bool) -> Told:
+def ddp_saves(path: Path, *, numbered: bool) -> WholeState:
     """What a script of DDP saves: prefixed names, and an optimizer that numbers parameters."""
     model = net()
     optimizer = adamw(model)
     steps(model, optimizer)
     states = {f"module.{name}": value for name, value in model.state_dict().items()}
-    optim = optimizer.state_dict() if numbered else told(model, optimizer)[1]
+    optim = optimizer.state_dict() if numbered else whole_state(model, optimizer)[1]
     torch.save({"state_dict": states, "optimizer": optim, "global_step": 2}, path)
-    return told(model, optimizer)
+    return whole_state(model, optimizer)
