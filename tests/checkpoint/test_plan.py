@@ -18,7 +18,6 @@ from shardwise.checkpoint.plan import (
     Move,
     Span,
     block_size,
-    cut_at_blocks,
     index_files,
     plan_files,
 )
@@ -109,15 +108,6 @@ def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own() -> None:
 def test_two_tensors_of_one_name_are_an_error() -> None:
     with pytest.raises(CheckpointError, match="two tensors would be stored as 'a'"):
         plan_files("model", [entry("a", (1,), [0, 1])] * 2, 100)
-
-
-def test_chunks_end_where_blocks_end() -> None:
-    assert list(cut_at_blocks(BLOCK - 10, 2 * BLOCK + 5)) == [
-        (BLOCK - 10, BLOCK),
-        (BLOCK, 2 * BLOCK),
-        (2 * BLOCK, 2 * BLOCK + 5),
-    ]
-    assert list(cut_at_blocks(7, 7)) == []
 
 
 # --- for any tensors and any ranks -----------------------------------------------------------

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.plan import BLOCK, cut_at_blocks
+from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.plan.layout.layout import cut_at_multiples
 from tests.copies import seeded
 
 pytestmark = pytest.mark.usefixtures("large_blocks")
@@ -109,7 +110,7 @@ def test_whole_blocks_go_straight_to_their_place(
 def damaged(source: CheckpointReader, name: str) -> list[int]:
     """Numbers of the blocks whose bytes are not those that were written."""
     assert source.manifest is not None
-    blocks = cut_at_blocks(0, source.manifest.files[name].size)
+    blocks = cut_at_multiples(0, source.manifest.files[name].size, BLOCK)
     numbers = []
     for number, block in enumerate(blocks):
         try:

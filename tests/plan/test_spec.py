@@ -18,12 +18,12 @@ from shardwise.config.options import Options
 from shardwise.config.placement import Placement
 from shardwise.config.prefetch import Prefetch
 from shardwise.config.strategies import placement_of
+from shardwise.plan.layout.layout import cut_at_multiples
 from shardwise.plan.schedule.events import UnitBytes
 from shardwise.plan.spec import (
     Allocation,
     BucketSpec,
     bytes_of,
-    cut_at_multiples,
     policy_of,
     specs_of,
 )

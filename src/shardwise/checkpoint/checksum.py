@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-from shardwise.checkpoint.plan import BLOCK, cut_at_blocks
+from shardwise.checkpoint.plan import BLOCK
 from shardwise.errors import CheckpointError
+from shardwise.plan.layout.layout import cut_at_multiples
 
 __all__ = ["Piece", "block_checksums", "crc32", "digest_of", "of_bytes"]
 
@@ -26,7 +27,7 @@ Piece = tuple[int, int, int]
 def of_bytes(data: bytes | memoryview, block: int = BLOCK) -> list[int]:
     """The checksum of each block of a whole file."""
     view = memoryview(data)
-    return [crc32(view[start:stop]) for start, stop in cut_at_blocks(0, len(view), block)]
+    return [crc32(view[start:stop]) for start, stop in cut_at_multiples(0, len(view), block)]
 
 
 def digest_of(blocks: Sequence[int], size: int) -> str:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from shardwise.checkpoint.safetensors_format import INNER, PAGE, Stored, dtype_of, encode
 from shardwise.errors import CheckpointError
+from shardwise.plan.layout.layout import cut_at_multiples, up
 
 INDEX = ".safetensors.index.json"
 STATE = {"optimizer", "ranks", "rest"}
@@ -61,19 +62,13 @@ class Move(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor to be stored.
-
-    Attributes:
-        dtype: as safetensors calls it.
-        shape: whole and unpadded.
-        held: who holds which elements, from the first to the last without a gap.
-        everywhere: is it whole on every rank, though only those that ``held`` names store it?
-    """
+    """A tensor to be stored."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    held: tuple[Held, ...]
+    dtype: str  # as safetensors calls it
+    shape: tuple[int, ...]  # whole and unpadded
+    held: tuple[Held, ...]  # who holds which elements, from the first to the last without a gap
+    # Is it whole on every rank, though only those that ``held`` names store it?
     everywhere: bool = False
 
     @property
@@ -83,22 +78,14 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FilePlan:
-    """One file before it is written.
-
-    Attributes:
-        header: its first bytes; rank 0 writes them, last of all.
-        tensors: where each lies, in order.
-        spans: who writes what, in order, each from the start of a page.
-        moves: what must reach its writer first.
-        block: bytes that have one checksum.
-    """
+    """One file before it is written."""
 
     name: str
-    header: bytes
-    tensors: Mapping[str, Stored]
-    spans: tuple[Span, ...]
-    moves: tuple[Move, ...]
-    block: int = BLOCK
+    header: bytes  # its first bytes; rank 0 writes them, last of all
+    tensors: Mapping[str, Stored]  # where each lies, in order
+    spans: tuple[Span, ...]  # who writes what, in order, each from the start of a page
+    moves: tuple[Move, ...]  # what must reach its writer first
+    block: int = BLOCK  # bytes that have one checksum
 
     @cached_property
     def size(self) -> int:
@@ -115,15 +102,7 @@ class FilePlan:
         """The ranges that ``rank`` writes, in order, each of ``BLOCK`` bytes at most."""
         for start, stop, writer in self.spans:
             if writer == rank:
-                yield from cut_at_blocks(start, stop)
-
-
-def cut_at_blocks(start: int, stop: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """``[start, stop)`` in parts that each lie in one block."""
-    while start < stop:
-        end = min(stop, (start // block + 1) * block)
-        yield start, end
-        start = end
+                yield from cut_at_multiples(start, stop, BLOCK)
 
 
 def block_size(entries: Iterable[Entry]) -> int:
@@ -232,7 +211,7 @@ def _plan(name: str, entries: Sequence[Entry], one_writer: bool, block: int) -> 
         moves = (
             Move(*ends, source, writer)
             for start, stop, source, writer in moves
-            for ends in cut_at_blocks(start, stop, block)
+            for ends in cut_at_multiples(start, stop, block)
         )
     return FilePlan(name, header, tensors, tuple(spans), tuple(moves), block)
 
@@ -270,7 +249,7 @@ def _shared_out(run: Held) -> Iterator[Held]:
     """Ranks that hold the same run write equal parts of it, in whole pages."""
     length, count, at = run.stop - run.start, len(run.ranks), run.start
     for k in range(count):
-        end = min(run.stop, _up(run.start + length * (k + 1) // count))
+        end = min(run.stop, up(run.start + length * (k + 1) // count, PAGE))
         if at < end:
             yield Held(at, end, (*run.ranks[k:], *run.ranks[:k]))
             at = end
@@ -289,7 +268,7 @@ def _by_page(parts: Sequence[Held]) -> list[Span]:
             if writer >= 0:
                 spans.append(Span(first, at, writer))
             first, writer = max(start, at), rank
-        at = min(_up(stop), last)
+        at = min(up(stop, PAGE), last)
     if writer >= 0:
         spans.append(Span(first, at, writer))
     return spans
@@ -307,7 +286,3 @@ def _moves(spans: Sequence[Span], parts: Iterable[Held]) -> Iterator[Move]:
             if (writer := spans[number].rank) not in ranks:
                 yield Move(at, end, ranks[0], writer)
             at = end
-
-
-def _up(number: int) -> int:
-    return -(-number // PAGE) * PAGE

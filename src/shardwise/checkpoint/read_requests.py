@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.collectives import all_gather_object
-from shardwise.checkpoint.plan import BLOCK, cut_at_blocks
+from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.comm.protocol import Comm, Label
+from shardwise.plan.layout.layout import cut_at_multiples
 
 WINDOW = 16 << 20
 """Bytes of a file that one thread reads at once: a multiple of every size that blocks have."""
@@ -27,16 +28,11 @@ THREADS = 4
 
 
 class ReadRequest(NamedTuple):
-    """Elements of a stored tensor, and the memory they are for.
-
-    Attributes:
-        start: the first element of the flattened tensor.
-        out: ``[n]``, contiguous, of any dtype, on any device: as many elements as are wanted.
-    """
+    """Elements of a stored tensor, and the memory they are for."""
 
     place: TensorLocation
-    start: int
-    out: Tensor
+    start: int  # the first element of the flattened tensor
+    out: Tensor  # ``[n]``, contiguous, of any dtype, on any device: as many elements as are wanted
 
     @property
     def dtype(self) -> torch.dtype:
@@ -161,7 +157,7 @@ def read_from_rank_0(comm: Comm, source: CheckpointReader, requests: Iterable[Re
     for name in sorted({name for names in asked for name in names}):
         assert source.manifest is not None  # a folder of this kind has one
         size, length = source.manifest.files[name].size, source.manifest.block
-        for start, stop in cut_at_blocks(0, size, length):
+        for start, stop in cut_at_multiples(0, size, length):
             # The last byte is 1 if rank 0 could read the others.
             block = torch.zeros(stop - start + 1, dtype=torch.uint8)
             try:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.local_shards import LocalShard
-from shardwise.checkpoint.plan import FilePlan, Move, cut_at_blocks
+from shardwise.checkpoint.plan import FilePlan, Move
 from shardwise.checkpoint.safetensors_format import bytes_of, dtype_of
 from shardwise.checkpoint.writer import Chunk, copy_pieces
 from shardwise.comm.protocol import Comm, Label
+from shardwise.plan.layout.layout import cut_at_multiples
 
 ROUND = 16 << 20
 """Bytes of edges that are sent around at once, over all ranks."""
@@ -128,5 +129,5 @@ def gathered(comm: Comm, files: Iterable[Segments]) -> Iterator[Chunk]:
 
 
 def _between(segments: Segments, start: int, stop: int) -> Iterator[Chunk]:
-    for first, last in cut_at_blocks(start, stop, segments.plan.block):
+    for first, last in cut_at_multiples(start, stop, segments.plan.block):
         yield Chunk(segments.plan.name, first, last, tuple(segments.between(first, last)))

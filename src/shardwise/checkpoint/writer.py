@@ -24,8 +24,9 @@ from shardwise.checkpoint.checksum import Piece
 from shardwise.checkpoint.collectives import joined_message
 from shardwise.checkpoint.disk import MODE, check_room, explained, host, make_folder, text_of
 from shardwise.checkpoint.failpoints import hit
-from shardwise.checkpoint.plan import BLOCK, FilePlan, cut_at_blocks
+from shardwise.checkpoint.plan import BLOCK, FilePlan
 from shardwise.errors import CheckpointError
+from shardwise.plan.layout.layout import cut_at_multiples
 
 STEP = 512 << 10
 """Bytes that are written in one call, then read for their checksum, from a core's cache still."""
@@ -111,19 +112,14 @@ def _is_in_memory(file: int) -> bool:
 
 @dataclass
 class Writer:
-    """Writes this rank's bytes, one file open at a time. Use it as a context.
-
-    Attributes:
-        total, written: bytes that this rank will write, and has written.
-        block: bytes that have one checksum.
-        pieces: checksums of what is written, by file.
-    """
+    """Writes this rank's bytes, one file open at a time. Use it as a context."""
 
     folder: Path
     rank: int
-    total: int
-    block: int = BLOCK
-    written: int = 0
+    total: int  # bytes that this rank will write
+    block: int = BLOCK  # bytes that have one checksum
+    written: int = 0  # and has written
+    # Checksums of what is written, by file
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
@@ -151,7 +147,7 @@ class Writer:
     def _write(self, data: memoryview, at: int) -> None:
         """Write bytes to the open file, and add to the checksums of their blocks."""
         pieces = self.pieces.setdefault(self._name, [])
-        for start, stop in cut_at_blocks(at, at + len(data), min(self.block, STEP)):
+        for start, stop in cut_at_multiples(at, at + len(data), min(self.block, STEP)):
             step = data[start - at : stop - at]
             _write_at(self._opened, step, start)
             # Once written they are in the cache; read before, they would come from memory alone.
@@ -238,7 +234,7 @@ def write_header(folder: Path, file: FilePlan) -> list[Piece]:
         os.fsync(opened)
     finally:
         os.close(opened)
-    ends = cut_at_blocks(0, len(file.header), file.block)
+    ends = cut_at_multiples(0, len(file.header), file.block)
     return [(lo, hi, checksum.crc32(file.header[lo:hi])) for lo, hi in ends]
 
 

@@ -17,7 +17,6 @@ import torch
 from shardwise.checkpoint.disk import check_is_folder, explained
 from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.manifest import NAME, Manifest
-from shardwise.checkpoint.plan import cut_at_blocks
 from shardwise.checkpoint.read_requests import read_into, request_for
 from shardwise.checkpoint.reader import PARTS, CheckpointReader, TensorLocation
 from shardwise.checkpoint.recognise import files_in, is_leftover, step_of
@@ -26,6 +25,7 @@ from shardwise.checkpoint.safetensors_format import INNER, dtype_of
 from shardwise.checkpoint.save_plan import MODEL
 from shardwise.checkpoint.training_state import NAME as TRAINING
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.plan.layout.layout import cut_at_multiples
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ def damage_of(catalogue: Catalogue) -> Iterator[tuple[int, Damage | None]]:
                 continue
             damaged: list[tuple[int, int]] = []
             unreadable = ""
-            for start, stop in cut_at_blocks(0, file.expected, catalogue.manifest.block):
+            for start, stop in cut_at_multiples(0, file.expected, catalogue.manifest.block):
                 try:
                     source.check(file.name, start, stop)
                 except DamagedCheckpoint:

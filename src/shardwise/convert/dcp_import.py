@@ -9,13 +9,14 @@ from pathlib import Path
 
 from shardwise.checkpoint import training_state
 from shardwise.checkpoint.folder import check_replaceable
-from shardwise.checkpoint.plan import FilePlan, cut_at_blocks, plan_files
+from shardwise.checkpoint.plan import BLOCK, FilePlan, plan_files
 from shardwise.checkpoint.save_plan import MODEL, OPTIMIZER
 from shardwise.checkpoint.writer import Chunk
 from shardwise.convert.export import CONFIG
 from shardwise.convert.normalize import NormalizedState, class_of, name_numbered, normalize, records
 from shardwise.convert.torch_reader import TorchTensor, read_torch
 from shardwise.convert.writer import Converted, entry_of, write_folder
+from shardwise.plan.layout.layout import cut_at_multiples
 
 LARGEST_FILE = 5_000_000_000  # bytes of tensors, as for saving
 
@@ -91,5 +92,5 @@ def _config(paths: Sequence[Path]) -> dict[str, bytes]:
 def _chunks(tensors: Mapping[str, TorchTensor], plan: FilePlan) -> Iterator[Chunk]:
     for name, stored in plan.tensors.items():
         data = tensors[name].read()
-        for start, stop in cut_at_blocks(stored.start, stored.stop):
+        for start, stop in cut_at_multiples(stored.start, stored.stop, BLOCK):
             yield Chunk(plan.name, start, stop, (data[start - stored.start : stop - stored.start],))

@@ -21,7 +21,7 @@ from shardwise.checkpoint.disk import explained, size_of
 from shardwise.checkpoint.lock import LOCK
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.checkpoint.one_file import write_one_file
-from shardwise.checkpoint.plan import BLOCK, INDEX, FilePlan, cut_at_blocks, plan_files
+from shardwise.checkpoint.plan import BLOCK, INDEX, FilePlan, plan_files
 from shardwise.checkpoint.read_requests import ReadRequest, read_into
 from shardwise.checkpoint.reader import CheckpointReader, TensorLocation
 from shardwise.checkpoint.recognise import CHECKPOINTS, EXPORT, step_of
@@ -42,6 +42,7 @@ from shardwise.convert.writer import (
     write_folder,
 )
 from shardwise.errors import CheckpointError
+from shardwise.plan.layout.layout import cut_at_multiples
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What is cast. Eight-bit floats stay: without their scales they mean nothing."""
@@ -184,7 +185,7 @@ def _chunks(
     for name, stored in plan.tensors.items():
         dtype, place = DTYPES[stored.dtype], places[name]
         made = changed[name]().reshape(-1) if name in changed else None
-        for start, stop in cut_at_blocks(stored.start, stored.stop):
+        for start, stop in cut_at_multiples(stored.start, stored.stop, BLOCK):
             out = buffer[: stop - start].view(dtype)
             request = ReadRequest(place, (start - stored.start) // dtype.itemsize, out)
             _values(source, request, made)

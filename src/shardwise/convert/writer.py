@@ -34,21 +34,15 @@ def no_progress(_done: int, _total: int) -> None:
 
 @dataclass(frozen=True)
 class Converted:
-    """A report of what was written.
-
-    Attributes:
-        tensors, nbytes: how many, and how large, with optimizer state if there is any.
-        files, small: names of files with tensors, and of others.
-        cast, left_out: names of tensors that were cast, and of what has no place in the result.
-    """
+    """A report of what was written."""
 
     path: Path
-    tensors: int
-    nbytes: int
-    files: tuple[str, ...] = ()
-    cast: tuple[str, ...] = ()
-    small: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    tensors: int  # how many, with optimizer state if there is any
+    nbytes: int  # how large they are
+    files: tuple[str, ...] = ()  # names of those with tensors
+    cast: tuple[str, ...] = ()  # names of tensors that were cast
+    small: tuple[str, ...] = ()  # names of others
+    left_out: tuple[str, ...] = ()  # names of what has no place in the result
 
 
 def entry_of(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:

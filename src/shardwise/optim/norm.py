@@ -17,7 +17,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.tensor_reductions import CHUNK
-from shardwise.plan.spec import cut_at_multiples
+from shardwise.plan.layout.layout import cut_at_multiples
 from shardwise.torch_internals import disable_torch_function, foreach_mul_, foreach_norm, get_grad
 
 DOUBLE = (torch.float64, torch.complex128)
@@ -51,8 +51,6 @@ def clip_gradients(
     """Scale gradients so that their global norm is at most ``max_norm``.
 
     Args:
-        places: the parameters that have them.
-        comm: all ranks.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
 
     Returns:

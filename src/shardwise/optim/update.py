@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.flat_state import STEP, FlatState
-from shardwise.plan.spec import cut_at_multiples
+from shardwise.plan.layout.layout import cut_at_multiples
 from shardwise.plan.views import Views
 
 

@@ -7,7 +7,7 @@ them as bytes.) Nothing here owns memory: ``parameters`` and ``gradients`` do, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -249,14 +249,6 @@ class BucketSpec:
         shapes = (self.layout.shard_shape(slot, self.position) for slot in self.slots)
         pairs = zip(self.ranges, shapes, strict=True)
         return Views([(*range_, shape) for range_, shape in pairs], self.layout.shard_numel)
-
-
-def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """``[start, stop)``, cut at the multiples of ``size``."""
-    while start < stop:
-        end = min(stop, (start // size + 1) * size)
-        yield start, end
-        start = end
 
 
 def _to_others(nbytes: int, ranks: Axis) -> int:

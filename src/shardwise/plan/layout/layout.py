@@ -12,6 +12,7 @@ between rows (see ``solver``); where that would cost too much, rows are given up
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
@@ -158,6 +159,14 @@ def chunk_rows(slot: Slot, world: int, uneven: str = "pad") -> Layout:
 def up(number: int, step: int) -> int:
     """The least multiple of ``step`` that is not below ``number``."""
     return -(-number // step) * step
+
+
+def cut_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """``[start, stop)``, cut at the multiples of ``size``."""
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield start, end
+        start = end
 
 
 def _clip(number: int, top: int) -> int:
