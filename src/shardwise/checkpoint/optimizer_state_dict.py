@@ -13,7 +13,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,7 +32,7 @@ from shardwise.checkpoint.optimizer_state import (
 from shardwise.checkpoint.state_dict import StateDict, joined, offered, receive, warn_of_copies
 from shardwise.checkpoint.wrappers import bare_names, further_names
 from shardwise.errors import CheckpointError
-from shardwise.optim.blockwise import whole_of_parts
+from shardwise.optim.cut_state import each_whole
 from shardwise.optim.sharded_model import ShardedModel
 
 ADDED_LATER = frozenset({"maximize", "decoupled_weight_decay"})
@@ -89,17 +88,10 @@ def _gather(sharded: ShardedModel, parts: ByName, into: ByName, how: StateDict) 
     sharded.comm.agree({"optimizer state": json.dumps(dict(sorted(facts.items())))})
     for bucket in sharded.buckets:
         names = [bare(member.name) for member in bucket.members]
-        keys_and_dtypes = {(k, v.dtype) for name in names for k, v in parts.get(name, {}).items()}
-        for key, dtype in sorted(keys_and_dtypes, key=str):
-            values = [_of_dtype(parts.get(name, {}).get(key), dtype) for name in names]
-            wholes = whole_of_parts(bucket, key, values, dtype)
-            for name, value, whole in zip(names, values, wholes, strict=True):
-                if kept and value is not None:
-                    into[name][key] = how.part(whole)
-
-
-def _of_dtype(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return value if value is not None and value.dtype == dtype else None
+        of_params = [{(key, 0): v for key, v in parts.get(name, {}).items()} for name in names]
+        for index, (key, _), whole in each_whole(bucket, of_params):
+            if kept:
+                into[names[index]][key] = how.part(whole)
 
 
 # --- numbers and names -----------------------------------------------------------------------
@@ -112,10 +104,7 @@ def numbered(states: Mapping[str, Any]) -> dict[str, Any]:
     in the same order.
     """
     names = [name for group in states["param_groups"] for name in group["params"]]
-    number = {name: k for k, name in enumerate(names)}
-    groups = [{**g, "params": [number[n] for n in g["params"]]} for g in states["param_groups"]]
-    state = {number[name]: dict(one) for name, one in states["state"].items()}
-    return {"state": state, "param_groups": groups}
+    return _renamed(states, {name: number for number, name in enumerate(names)})
 
 
 def by_name(states: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -134,9 +123,12 @@ def by_name(states: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             f"the optimizer's groups hold {len(numbers)} parameters, and {len(names)} names were "
             "given. Pass one name for each, in the order of the groups."
         )
-    name = dict(zip(numbers, names, strict=True))
-    groups = [{**g, "params": [name[k] for k in g["params"]]} for g in states["param_groups"]]
-    return {"state": {name[k]: dict(v) for k, v in states["state"].items()}, "param_groups": groups}
+    return _renamed(states, dict(zip(numbers, names, strict=True)))
+
+
+def _renamed(states: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = [{**g, "params": [new[old] for old in g["params"]]} for g in states["param_groups"]]
+    return {"state": {new[k]: dict(v) for k, v in states["state"].items()}, "param_groups": groups}
 
 
 # --- in --------------------------------------------------------------------------------------

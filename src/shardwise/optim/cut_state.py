@@ -6,7 +6,7 @@ parameters. State with one value for each element is cut like the parameter; num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -86,24 +86,31 @@ def whole_state(
     """
     states = [optimizer.state.get(param, {}) for param in bucket.params]
     cut = [_elements(*pair) for pair in zip(states, bucket.params, strict=True)]
-    wholes: list[dict[_Key, Tensor]] = [{} for _ in cut]
-    # 8-bit optimizers keep the state of small parameters in another dtype.
-    kinds = {(key, value.dtype) for of_param in cut for key, value in of_param.items()}
-    for key, dtype in sorted(kinds, key=str):
-        values = [of_param.get(key) for of_param in cut]
-        parts = [part if part is not None and part.dtype is dtype else None for part in values]
-        every = whole_of_parts(bucket, key[0], parts, dtype)
-        for of_param, part, whole in zip(wholes, parts, every, strict=True):
-            if part is not None:
-                of_param[key] = copy(whole)
+    wholes: list[dict[Key, Tensor]] = [{} for _ in cut]
+    for index, key, whole in each_whole(bucket, cut):
+        wholes[index][key] = copy(whole)
     return [_replaced(*pair) for pair in zip(states, wholes, strict=True)]
 
 
 #: The name of a state, and the number of a tensor in it: 0, but for state that is a list.
-_Key = tuple[str, int]
+Key = tuple[str, int]
 
 
-def _elements(state: Mapping[str, Any], param: nn.Parameter) -> dict[_Key, Tensor]:
+def each_whole(
+    bucket: Bucket, states: Sequence[Mapping[Key, Tensor]]
+) -> Iterator[tuple[int, Key, Tensor]]:
+    """Each tensor of the state of a bucket's parameters, whole, and whose it is. Collectives."""
+    # 8-bit optimizers keep the state of small parameters in another dtype.
+    kinds = {(key, value.dtype) for state in states for key, value in state.items()}
+    for key, dtype in sorted(kinds, key=str):
+        values = [state.get(key) for state in states]
+        parts = [part if part is not None and part.dtype is dtype else None for part in values]
+        for index, whole in enumerate(whole_of_parts(bucket, key[0], parts, dtype)):
+            if parts[index] is not None:
+                yield index, key, whole
+
+
+def _elements(state: Mapping[str, Any], param: nn.Parameter) -> dict[Key, Tensor]:
     """The tensors that have one value for each element of the shard."""
     return {
         (name, number): leaf
@@ -113,7 +120,7 @@ def _elements(state: Mapping[str, Any], param: nn.Parameter) -> dict[_Key, Tenso
     }
 
 
-def _replaced(state: Mapping[str, Any], wholes: Mapping[_Key, Tensor]) -> dict[str, Any]:
+def _replaced(state: Mapping[str, Any], wholes: Mapping[Key, Tensor]) -> dict[str, Any]:
     """The state with other tensors in place of some."""
 
     def replaced(name: str, value: Any) -> Any:

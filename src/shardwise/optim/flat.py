@@ -23,7 +23,7 @@ from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.flat_state import FlatState
 from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
 from shardwise.optim.norm import norm_of
-from shardwise.optim.optimizer_hooks import PlainClassDuringStep
+from shardwise.optim.plain_class import PlainClassDuringStep
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.optim.update import Key, Update, decide
 from shardwise.torch_internals import disable_torch_function, skip_in_dynamo

@@ -47,11 +47,8 @@ class FlatGradient:
 class FlatState:
     """The slots of one bucket that an optimizer updates, with their state.
 
-    Lists have one entry for each of these slots, in order of place.
-
-    Args:
-        bucket: the bucket.
-        groups: the position of a parameter's group, by its ``id``; other slots are left alone.
+    Lists have one entry for each of these slots, in order of place. ``groups`` has the position of
+    a parameter's group, by its ``id``; other slots are left alone.
     """
 
     def __init__(self, bucket: Bucket, groups: Mapping[int, int]) -> None:

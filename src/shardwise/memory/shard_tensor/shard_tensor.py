@@ -3,7 +3,7 @@
 A plain tensor of a shard would return one rank's numbers for ``norm()``, ``isfinite().all()`` or
 ``histc()``, and the ranks would silently diverge. So reads of a sharded parameter, and all
 elementwise results, have this class. It costs nothing otherwise: a gradient gets the class when it
-is read (see ``sharded_parameter``), and an optimizer sees plain tensors (``optimizer_hooks``).
+is read (see ``sharded_parameter``), and an optimizer sees plain tensors (``plain_class``).
 
 Functions on shards:
 - Metadata and elementwise functions of tensors with the same sharding run on this rank and return
