@@ -25,11 +25,11 @@ from torch import Tensor
 
 from shardwise.comm.host_memory import HostMemory
 from shardwise.comm.mesh import Mesh
-from shardwise.comm.protocol import Label, Pending
+from shardwise.comm.protocol import Label
 from shardwise.comm.reduction import PendingReduction
 from shardwise.errors import RanksDisagree, ShardUseError
 from shardwise.memory.grad_hooks import Arrivals
-from shardwise.memory.kept_mean import KeptMean
+from shardwise.memory.mean import Mean
 from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, is_of_shard, put_grad
 from shardwise.plan.spec import BucketSpec
 from shardwise.torch_internals import (
@@ -49,7 +49,7 @@ class Gradients:
     """The gradient side of a bucket: collect, reduce, settle, deliver."""
 
     def __init__(self, spec: BucketSpec, mesh: Mesh, host: HostMemory) -> None:
-        self.spec, self._mesh, self._host = spec, mesh, host
+        self.spec = spec
         self._averages = [(mesh[axis.number], reduction) for axis, reduction in spec.averages]
         self.copied = 0  # bytes
         self.full: Tensor | None = None  # [W * S] while gradients are collected or travel
@@ -71,14 +71,11 @@ class Gradients:
         self._bucket: Tensor | None = None  # to collect in; its memory comes and goes
         self._views: list[Tensor] = []  # of it, and then of the gaps between them
         self.reducing: PendingReduction | None = None
-        self.result: Tensor | None = None  # like the shard at rest, in the stored dtype
-        self._spreading: Pending | None = None  # the other copies' parts of the result
-        self.stored: Tensor | None = None  # the same, in host memory
+        self.mean = Mean(spec, mesh, host)
         self._label = Label("reduce", spec.title)
         for index, param in enumerate(spec.params):
             param.lend_slot = partial(self.lend, index)  # type: ignore[attr-defined]
             param.add_rows = partial(self.add_rows, index)  # type: ignore[attr-defined]
-        self.kept_mean = KeptMean(spec.rest_views, spec.keeps_mean)
 
     @property
     def touched(self) -> set[int]:
@@ -199,7 +196,7 @@ class Gradients:
         with contextlib.suppress(RanksDisagree):  # the memory must outlive what is in flight
             if self.reducing is not None:
                 self.reducing.pending.wait()
-            self.mean()
+            self.mean.value()
         with disable_torch_function():
             for index, view in self._shown.items():
                 if get_grad(self.spec.params[index]) is view:
@@ -207,7 +204,7 @@ class Gradients:
         self.restore()
         # A transfer may read the bucket still where its group has failed.
         self.full = self._bucket = None
-        self.reducing = self.result = self.stored = None
+        self.reducing = self.mean.result = self.mean.stored = None
         self._views, self.carries = [], False
         for kept in (self._shown, self.arrived, self._reduced, self._lent, self._rows):
             kept.clear()
@@ -303,7 +300,7 @@ class Gradients:
         Not where ``.grad`` shows it, a slot is lent, or the mean lies there.
         """
         self.full, bucket = None, self._bucket
-        comm, is_result = self._averages[0][0], self.result is bucket
+        comm, is_result = self._averages[0][0], self.mean.result is bucket
         is_seen = self._is_shown or bool(self._lent) or is_result
         self._lent.clear()
         if bucket is None or is_seen or comm.size == 1 or comm.memory.shared:
@@ -314,7 +311,8 @@ class Gradients:
     def reduce(self) -> None:
         """Issue the reduce-scatter of what was collected; absent gradients count as zero."""
         self._leave()
-        spec, out = self.spec, self.kept_mean.unheld() if self.result is None else None
+        spec, mean = self.spec, self.mean
+        out = mean.kept.unheld() if mean.result is None else None
         full = self.full if self.full is not None else self._open(spec.dtypes.collected)
         if unwritten := {*range(len(self._views))} - self.arrived:
             foreach_zero_([*map(self._views.__getitem__, unwritten)])
@@ -336,46 +334,11 @@ class Gradients:
         """Wait for the sums and let the gradient bucket go."""
         if self.reducing is not None:
             self.reducing.pending.wait()
-            earlier = None if self.result is None else self.mean()
-            self.result = self._to_copies(self.reducing)
-            if earlier is not None:  # a gradient came late; peers may read what is sent, still
-                self.mean()
-                self.result = self.result + earlier
+            self.mean.settle(self.reducing)
         self._release()
         self.reducing, self.carries = None, False
         self._reduced |= self.arrived
         self.arrived.clear()
-
-    def _to_copies(self, reduced: PendingReduction) -> Tensor:
-        """Send the copies this rank's part of the mean: ``[S]`` of all, as it is stored."""
-        spec, copies, mean = self.spec, self._mesh.replicate, reduced.out
-        if not spec.spreads:
-            return mean if mean.dtype is spec.dtypes.stored else mean.to(spec.dtypes.stored)
-        if spec.in_place:
-            full = reduced.sent
-        else:
-            full = copies.memory.gradient(spec.layout.shard_numel, spec.dtypes.stored)
-            full.view(copies.size, -1)[copies.rank] = mean
-        self._spreading = copies.all_gather(full, Label("spread", spec.title))
-        return full
-
-    def mean(self) -> Tensor | None:
-        """Return the mean gradients that were settled, ``[S]``, when all parts have come."""
-        spreading, self._spreading = self._spreading, None
-        if spreading is not None:
-            spreading.wait()
-        return self.result
-
-    def store(self) -> None:
-        """Copy the mean to host memory and let it go here; ``deliver`` waits for the copy."""
-        if not self.spec.in_host or (mean := self.mean()) is None:
-            return
-        stored = self._host.store(mean)
-        self.result = None
-        if self.stored is not None:  # a gradient came late
-            self._host.wait()
-            stored.add_(self.stored)
-        self.stored = stored
 
     def deliver(self, used: Sequence[bool], at_rest: bool) -> None:
         """Give each parameter that is ``used`` on any rank its ``.grad``, added to what it had.
@@ -383,18 +346,14 @@ class Gradients:
         Another one keeps what it had, ``None`` included, as in a plain training step. If they are
         ``at_rest``, they have the shapes of their shards.
         """
-        if self.stored is not None:
-            self._host.wait()
-            self.result, self.stored = self.stored, None
-        if (mean := self.mean()) is not None:
+        if (mean := self.mean.take()) is not None:
             put = set_grad if at_rest else put_grad
-            views, params = self.kept_mean.views(mean), self.spec.params
+            views, params = self.mean.kept.views(mean), self.spec.params
             with disable_torch_function():
                 [*map(put, compress(params, used), compress(views, used))]  # less than a loop
                 for index in self.aside:
                     if used[index]:
                         self.aside[index].add_(views[index].to(self.aside[index].device))
-            self.result = None
             self._reduced.clear()
         if self.aside:
             self.restore()

@@ -34,7 +34,7 @@ class UnitState:
             Op.REDUCE: [of_bucket.reduce for of_bucket in gradients],
             Op.AVERAGE: [of_bucket.average for of_bucket in gradients],
             Op.SETTLE: [of_bucket.settle for of_bucket in gradients],
-            Op.STORE: [of_bucket.store for of_bucket in gradients],
+            Op.STORE: [of_bucket.mean.store for of_bucket in gradients],
         }
 
     @property

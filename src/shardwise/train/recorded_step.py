@@ -118,11 +118,12 @@ class _Recording:
         yield [tensor for bucket in buckets for tensor in (bucket.shard, bucket.staged)]
         yield [bucket.gradients.full for bucket in buckets]
         gradients = [bucket.gradients for bucket in buckets]
+        means = [own.mean for own in gradients]
         sums = [own.reducing.out for own in gradients if own.reducing is not None]
         yield [
             *grads,
             *sums,
-            *(part for own in gradients for part in (own.result, own.stored, own.kept_mean.memory)),
+            *(part for mean in means for part in (mean.result, mean.stored, mean.kept.memory)),
         ]
         yield [value for values in states for value in values if isinstance(value, Tensor)]
 

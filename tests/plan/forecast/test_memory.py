@@ -97,7 +97,7 @@ def measured(
         Not what autograd has made: gradients that are held until their call ends.
         """
         for bucket in sharded.buckets:
-            means = [bucket.gradients.result]
+            means = [bucket.gradients.mean.result]
             if not bucket.spec.in_host:
                 held = {*map(id, bucket.gradients.arrivals)}
                 means += [param.grad for param in bucket.params if id(param) not in held]
