@@ -103,7 +103,7 @@ def test_where_no_engine_is_left_a_shard_is_written_freely() -> None:
     assert of(model.weight).serving is None
     with torch.no_grad():
         model.weight.mul_(2)
-        of(model.weight).engine = None
+        of(model.weight).engine = lambda: None
         model.weight.mul_(2)
 
 

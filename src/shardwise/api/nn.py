@@ -67,8 +67,7 @@ def chunked_cross_entropy(
         return total / len(labels) if reduction == "mean" else total
 
     sharding = sharding_of(next(head.parameters()))
-    engine = None if sharding is None or sharding.engine is None else sharding.engine()
-    if sharding is None or engine is None:
+    if sharding is None or (engine := sharding.engine()) is None:
         return loss(hidden)
     called: Tensor = engine.call(head, sharding.unit, loss, (hidden,), {})
     return called

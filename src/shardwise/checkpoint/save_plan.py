@@ -32,8 +32,7 @@ from shardwise.checkpoint.writer import Chunk, Writer, write_part
 from shardwise.checkpoint.writer import Part as Written
 from shardwise.comm.protocol import Comm
 from shardwise.config.precision import dtype_name
-from shardwise.errors import CheckpointError, ScheduleError
-from shardwise.memory.parameters import Bucket
+from shardwise.errors import CheckpointError
 from shardwise.optim.sharded_model import ShardedModel
 
 MODEL, OPTIMIZER, RANKS, REST = "model", "optimizer", "ranks", "rest"
@@ -44,20 +43,15 @@ RNG, BUFFER = "rng/", "buffer/"  # what the tensors of RANKS begin with
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One checkpoint, as one rank sees it before anything is written.
+    """One checkpoint, as one rank sees it before anything is written."""
 
-    Attributes:
-        files: the safetensors files, the same on every rank.
-        small: all other files but the manifest, whole; rank 0's are written.
-        aliases: further names of tied tensors → the stored one.
-        alike: what optimizers keep as rank 0 has it, as short texts.
-    """
-
-    files: tuple[FilePlan, ...]
+    files: tuple[FilePlan, ...]  # the safetensors files, the same on every rank
     segments: tuple[Segments, ...] = field(repr=False)
+    # All other files but the manifest, whole; rank 0's are written
     small: Mapping[str, bytes] = field(repr=False)
-    aliases: Mapping[str, str] = field(repr=False)
+    aliases: Mapping[str, str] = field(repr=False)  # further names of tied tensors → the stored one
     block: int
+    # What optimizers keep as rank 0 has it, as short texts
     alike: Mapping[str, str] = field(repr=False)
 
     def chunks(self, comm: Comm) -> Iterator[Chunk]:
@@ -162,7 +156,10 @@ def state_to_save(sharded: ShardedModel, request: SaveRequest) -> SavedState:
         small = {**(_model_config(sharded.model) if wanted is None else {}), **small}
     if training is None:
         return SavedState(values, groups, aliases, small, (), {}, whole)
-    _check_reduced(sharded.buckets)
+    sharded.runtime.check_reduced(
+        "and a checkpoint does not store gradients, so they would be lost. Save after the last "
+        "micro-batch of the step"
+    )
     groups[OPTIMIZER], records = optimizer_shards(request.optimizers, Named(params))
     rng = training_state.capture_rng(sharded.comm.device)
     own = {RNG + name: value for name, value in rng.items()}
@@ -183,16 +180,6 @@ def _as_part(
     renamed = {name: stored for name, stored in names.items() if name != stored}
     further = {alias: names[name] for alias, name in aliases.items()}
     return {part.stem: theirs} | ({REST: rest} if rest else {}), further | renamed
-
-
-def _check_reduced(buckets: Sequence[Bucket]) -> None:
-    for bucket in buckets:
-        if bucket.gradients.full is not None:
-            raise ScheduleError(
-                f"unit {bucket.unit or '(root)'!r} holds gradients that were accumulated and never "
-                "reduced, and a checkpoint does not store gradients, so they would be lost. Save "
-                "after the last micro-batch of the step, or call sharded.drop_gradients()."
-            )
 
 
 def sums_of(whole: Mapping[str, Tensor]) -> dict[str, int]:

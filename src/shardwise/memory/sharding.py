@@ -22,9 +22,7 @@ from shardwise.plan.layout.layout import Layout, Slot
 class Engine(Protocol):
     """The parts of a model's engine that its shards need."""
 
-    @property
-    def comm(self) -> Comm:
-        """All ranks of the model."""
+    comm: Comm  # all ranks of the model
 
     @property
     def computing(self) -> bool:
@@ -60,7 +58,7 @@ class Sharding:
     layout: Layout  # of its bucket
     position: int  # which of the layout's shards this rank holds
     axes: tuple[Comm, ...]  # over them all shards are gathered, in order
-    engine: weakref.ref[Engine] | None = None
+    engine: Callable[[], Engine | None] = lambda: None  # a weak reference
     #: What was read from the parameter and shares the shard's memory, by ``id``.
     aliases: weakref.WeakValueDictionary[int, Tensor] = field(
         default_factory=weakref.WeakValueDictionary
@@ -74,12 +72,12 @@ class Sharding:
     @property
     def serving(self) -> Engine | None:
         """The engine, while a pass is under way in which it can make parameters whole."""
-        engine = None if self.engine is None else self.engine()
+        engine = self.engine()
         return engine if engine is not None and engine.computing else None
 
     def before_write(self) -> None:
         """The shard of the parameter is written next."""
-        if self.engine is not None and (engine := self.engine()) is not None:
+        if (engine := self.engine()) is not None:
             engine.before_write(self.unit)
 
     def copy_aliases(self) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from shardwise.comm.protocol import Comm
 from shardwise.config.precision import Precision
 from shardwise.errors import RanksDisagree, ScheduleError, ShardUseError
 from shardwise.memory.sharding import Sharding, sharding_of
@@ -63,7 +62,6 @@ class Frame:
     python: FrameType  # Python's frame, which is on a stack for as long as the call goes on
     handled: BaseException | None  # what the caller was handling already when it began
     listed: bool  # False: a recomputation, which no schedule lists
-    resume: Any  # of the outermost call: the cursor to go on with
 
 
 class Hooks:
@@ -85,6 +83,7 @@ class Hooks:
     ) -> None:
         self.model, self._unit_names = model, unit_names
         self.runtime, self.precision = runtime, precision
+        self.comm, self.before_write = runtime.comm, runtime.before_write
         self._root = runtime.units.get(unit_names.get(model, ""))
         own = [] if self._root is None else [p for b in self._root.buckets for p in b.params]
         self._partial_roots = set() if is_one_graph else partial_roots(model, unit_names, own)
@@ -116,7 +115,7 @@ class Hooks:
         self._handles.clear()
         self.backward.remove()
         for sharding in self._shardings():
-            sharding.engine = None
+            sharding.engine = lambda: None
 
     def _shardings(self) -> Iterator[Sharding]:
         params = (p for s in self.runtime.units.values() for b in s.buckets for p in b.params)
@@ -131,10 +130,6 @@ class Hooks:
         )
 
     # ---- what shards ask -------------------------------------------------------------------
-
-    @property
-    def comm(self) -> Comm:
-        return self.runtime.comm
 
     @property
     def computing(self) -> bool:
@@ -153,10 +148,6 @@ class Hooks:
         with outside_transforms():
             self.runtime.serve(unit, phase, "read")
         self.runtime.facts.pinned.add(unit)
-
-    def before_write(self, unit: str) -> None:
-        """Shards of a unit are written next, at any time."""
-        self.runtime.before_write(unit)
 
     def check_idle(self, operation: str) -> None:
         """Raises ``ScheduleError`` while a forward or backward pass is under way."""
@@ -192,12 +183,12 @@ class Hooks:
 
     def _enter(self, module: nn.Module, unit: str | None, given: Any, python: FrameType) -> Any:
         recomputes = graph_task() != -1 and self.backward.running
-        with outside_transforms():
-            resume = None if self._frames or recomputes else self._begin(unit)
+        if not (self._frames or recomputes):
+            self._begin(unit)
         call = self._expected(unit, recomputes)
         inputs = () if call is None else grad_fns(tensors(given))
         handled = sys.exc_info()[1]
-        frame = Frame(module, unit, call, set(inputs), python, handled, not recomputes, resume)
+        frame = Frame(module, unit, call, set(inputs), python, handled, not recomputes)
         self._frames.append(frame)
         if unit is not None:
             with outside_transforms():
@@ -218,14 +209,15 @@ class Hooks:
         parent = self._frames[-1].call if self._frames else None
         return ForwardCall(unit, parent, next_sequence_number())
 
-    def _begin(self, unit: str | None) -> Any:
-        self.backward.abandon_stopped()
-        self.backward.known.clear()
-        self.registered.check()
-        if torch.is_grad_enabled():
-            self.runtime.update_trained()
-        hide_gradients(self.runtime)
-        return self.runtime.begin_forward(unit)
+    def _begin(self, unit: str | None) -> None:
+        with outside_transforms():
+            self.backward.abandon_stopped()
+            self.backward.known.clear()
+            self.registered.check()
+            if torch.is_grad_enabled():
+                self.runtime.update_trained()
+            hide_gradients(self.runtime)
+            self.runtime.begin_forward(unit)
 
     def _abandon_stopped(self) -> None:
         """Forget calls that have ended without a hook: torch calls none after KeyboardInterrupt."""
@@ -257,7 +249,7 @@ class Hooks:
                 torch.clear_autocast_cache()  # else a later call's gradient comes through this one
                 self.runtime.exit(frame.unit, Phase.FORWARD, frame.listed)
             if frame.listed and not self._frames:
-                self.runtime.end_forward(frame.resume)
+                self.runtime.end_forward()
         dtype = self.precision.output_dtype
         return None if dtype is None or module not in self._outermost else cast(output, dtype)
 

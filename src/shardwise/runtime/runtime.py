@@ -34,11 +34,7 @@ log = logging.getLogger("shardwise")
 
 
 class Runtime:
-    """Carries out steps. Hooks call it; it calls the buckets.
-
-    Args:
-        order: the first guess.
-    """
+    """Carries out steps. Hooks call it; it calls the buckets. ``order`` is the first guess."""
 
     def __init__(
         self,
@@ -64,7 +60,8 @@ class Runtime:
         self._expiring = {bucket.unit for bucket in buckets if bucket.expires}
         #: Otherwise a rank has all parameters itself, and may compute with them alone.
         self._is_split = not all(bucket.allocation.whole for bucket in buckets)
-        #: Pinned, and whole, before the forward pass without gradients.
+        #: Before a forward pass without gradients: where a step was, what was pinned, and whole.
+        self._interrupted = self._cursor
         self._pinned: frozenset[str] = frozenset()
         self._kept: frozenset[str] = frozenset()
         self.at_step_end: Callable[[Comm], object] = lambda _: None  # once gradients are reduced
@@ -167,10 +164,11 @@ class Runtime:
 
     # ---- the forward pass --------------------------------------------------------------------
 
-    def begin_forward(self, first: str | None) -> Cursor:
-        """A forward pass starts with unit ``first``. Returns what ``end_forward`` goes on with."""
+    def begin_forward(self, first: str | None) -> None:
+        """A forward pass starts with unit ``first``."""
         before = self._cursor
         if not torch.is_grad_enabled():
+            self._interrupted = before
             self._cursor = Cursor("forward", self.schedules.script("forward"))
             self._pinned = frozenset(self.facts.pinned)
             # The backward pass of a step under way reads what is whole now.
@@ -178,25 +176,24 @@ class Runtime:
             self.facts.pinned |= self._kept
             for bucket in self.trained.buckets:
                 bucket.gradients.adopt()  # memory of what was thrown away is not kept
-            return before
+            return
         self._peers_may_read, mode = True, self._mode()
         if before.ended:
             self._cursor = Cursor(mode, self.schedules.script(mode))
         elif not before.lists_forward(mode, first):
             before.improvise()
-        return self._cursor
 
-    def end_forward(self, cursor: Cursor) -> None:
+    def end_forward(self) -> None:
         """A forward pass is over: end the step, if no backward pass will."""
         if self._cursor.mode == "forward":
             end = Cue(Op.END, "", Phase.FORWARD)
             self._cursor.match(end)
             self._report(Event(*end))
-            self._fence("forward")
+            self._fence()
             self._finish(end, self._kept, self._pinned)
             self.facts.pinned &= self._pinned
             self._learn()
-            self._cursor = cursor
+            self._cursor = self._interrupted
 
     def _mode(self) -> str:
         return self.facts.mode(any(state.collected for state in self.units.values()))
@@ -218,7 +215,8 @@ class Runtime:
             for unit in [name for name in self.units if name in self.facts.left_whole]:
                 self.serve(unit, Phase.BACKWARD, "read before")
             self.facts.pinned |= self.facts.left_pinned
-        self.facts.note_left()
+        self.facts.left_whole |= self.facts.gathered
+        self.facts.left_pinned |= self.facts.pinned
         for bucket in self.trained.buckets:
             bucket.gradients.set_aside()
 
@@ -272,7 +270,8 @@ class Runtime:
         frozen where an optimizer ``steps_only``.
         """
         self.facts.keeps_graph = False
-        self.facts.forget_left()
+        self.facts.left_whole.clear()  # a graph of the step has no backward pass any more
+        self.facts.left_pinned.clear()
         gathered = self.facts.gathered
         whole = [name for name in self.units if name in gathered]  # in one order on every rank
         self._carry_out([Event(Op.FREE, name, Phase.FORWARD, "between steps") for name in whole])
@@ -291,16 +290,18 @@ class Runtime:
             self.at_step_end(self.comm)
         self.end_step(steps_only=True)
         self.await_readers()
-        self.check_reduced()
+        self.check_reduced(
+            "so this update would miss them. Run the last micro-batch under "
+            "sharded.accumulate(last=True)"
+        )
 
-    def check_reduced(self) -> None:
+    def check_reduced(self, consequence: str) -> None:
         """Raises ``ScheduleError`` if gradients wait for micro-batches that have not come."""
         for state in self.units.values():
             if not all(bucket.gradients.is_reduced() for bucket in state.trainable):
                 raise ScheduleError(
                     f"unit {state.name or '(root)'!r} holds gradients that were accumulated and "
-                    "never reduced, so this update would miss them. Run the last micro-batch under "
-                    "sharded.accumulate(last=True), or call sharded.drop_gradients()."
+                    f"never reduced, {consequence}, or call sharded.drop_gradients()."
                 )
 
     def _expire(self, units: Iterable[str], steps_only: bool = False) -> None:
@@ -322,12 +323,12 @@ class Runtime:
     def await_readers(self) -> None:
         """Shared parameters are written next: wait for a forward pass that had no other end."""
         if self._peers_may_read:
-            self._fence("forward")
+            self._fence()
 
-    def _fence(self, reason: str) -> None:
+    def _fence(self) -> None:
         """Wait until every rank is here, so until none computes with shared parameters."""
         if self._is_split:
-            self.comm.fence(Label("fence", reason))
+            self.comm.fence(Label("fence", "forward"))
         self._peers_may_read = False
 
     def update_trained(self) -> None:

@@ -26,15 +26,10 @@ from shardwise.torch_internals import disable_torch_function
 class Trained:
     """Parameters that are trained, as of the last look.
 
-    Args:
-        stored: the dtype in which trained parameters are to be stored; ``None`` = as they are.
-
-    Attributes:
-        buckets: those that take part in backward passes.
-        units: the names of their units.
-        used: per parameter of each bucket, did it get a gradient when they were last reduced?
+    ``stored`` is the dtype in which they are to be stored; ``None`` = as they are.
     """
 
+    #: Per parameter of each bucket, did it get a gradient when they were last reduced?
     used: Mapping[Bucket, Sequence[bool]] = {}
 
     def __init__(
@@ -91,7 +86,7 @@ class Trained:
                 bucket.gradients.show()
             return
         for bucket in self.buckets if self._copies else ():
-            bucket.gradients.mean()
+            bucket.gradients.mean.value()
         for comm in self._copies:  # peers still read this rank's mean
             comm.fence(Label("fence", "gradients"))
         flags = iter(used())
@@ -126,6 +121,7 @@ class Trained:
             counts = {b: len(b.gradients.trained) for b in state.buckets}
             trainable = [b for b in counts if counts[b] or b in self._unreduced]
             state.train(trainable, all(counts[b] == len(b.params) for b in counts))
+        #: Those that take part in backward passes, and below the names of their units.
         self.buckets = [bucket for state in self._states for bucket in state.trainable]
         copied = (b.mesh.replicate for b in self.buckets if b.spec.spreads)
         self._copies = list(dict.fromkeys(copied))

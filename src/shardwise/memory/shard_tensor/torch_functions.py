@@ -39,8 +39,7 @@ def dispatch(call: Call) -> Any:
     """The result, or a ``ShardUseError`` if the function needs the full tensor."""
     for tensor in call.tensors():
         sharding = sharding_of(tensor) if type(tensor) is GatheredParameter else None
-        engine = None if sharding is None or sharding.engine is None else sharding.engine()
-        if engine is not None:
+        if sharding is not None and (engine := sharding.engine()) is not None:
             engine.rest()
     bare = bare_name(call.name)
     if call.name in _SPECIAL:
@@ -102,7 +101,9 @@ def _elementwise(call: Call) -> Any:
     if call.records():
         return call.recording_error()
     if written:
-        _notify_write([row[0] for row, _ in pairs])
+        shardings = dict.fromkeys(_param_sharding(row[0]) for row, _ in pairs)
+        for sharding in filter(None, shardings):
+            sharding.before_write()
     result = call.run(local_parts)
     changed = [row[0] for row in rows] if result is None else result  # None: foreach, in place
     results = changed if isinstance(changed, (list, tuple)) else [changed]
@@ -144,12 +145,6 @@ def _local_parts(call: Call, pairs: Iterable[tuple[Row, Any]]) -> dict[int, Tens
     }
 
 
-def _notify_write(written: Sequence[Tensor]) -> None:
-    """Called before parameters are written, directly or through an alias."""
-    for sharding in filter(None, dict.fromkeys(map(_param_sharding, written))):
-        sharding.before_write()
-
-
 def _param_sharding(tensor: Any) -> Sharding | None:
     """The sharding of the parameter whose memory this tensor uses, or ``None``."""
     sharding = sharding_of(tensor)
@@ -180,8 +175,7 @@ def _equal(call: Call) -> Any:
 def _unscale(call: Call) -> None:
     """GradScaler's unscale: a gradient that is not finite on one rank counts on every rank."""
     gradients, found_inf, factor = call.args
-    refs = [gradient.sharding.engine for gradient in call.shards(gradients)]
-    engines = filter(None, (ref() for ref in refs if ref is not None))
+    engines = filter(None, [gradient.sharding.engine() for gradient in call.shards(gradients)])
     call.run()
     for comm in dict.fromkeys(engine.comm for engine in engines):
         found_inf.fill_(_found_inf_on_any_rank(found_inf, factor, comm))

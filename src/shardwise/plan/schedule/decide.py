@@ -116,16 +116,6 @@ class Facts:
         self.settled.add(unit)
         return True
 
-    def note_left(self) -> None:
-        """A backward pass begins."""
-        self.left_whole |= self.gathered
-        self.left_pinned |= self.pinned
-
-    def forget_left(self) -> None:
-        """The step is over: a graph of it has no backward pass any more."""
-        self.left_whole.clear()
-        self.left_pinned.clear()
-
     def expire(self, units: Iterable[str]) -> None:
         """Mark what was made of these units' shards as old, or gone."""
         self.updated.difference_update(units)
