@@ -52,16 +52,13 @@ class Kept:
 
 @dataclass(eq=False)
 class CheckedFile:
-    """A file: its bytes, with their checksums if they are known.
+    """A file: its bytes, with their checksums if they are known."""
 
-    ``title`` is its path; ``size`` its bytes when it was opened first.
-    """
-
-    title: str
+    title: str  # its path
     sums: Sequence[int] | None
     kept: Kept
     block: int
-    size: int = 0
+    size: int = 0  # bytes when it was opened first
 
     def open(self) -> None:
         """Open it and set ``size``."""

@@ -41,9 +41,6 @@ log = logging.getLogger("shardwise")
 
 T = TypeVar("T")
 
-REPLACED = "Some tensors of the model were already replaced"
-RESTORED = "The weights are already those of this checkpoint, and the rest may be as before"
-
 
 def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loaded:
     """Load a checkpoint into the model. A collective, between steps."""
@@ -63,7 +60,8 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
         raise_on_all(
             comm, "reading a checkpoint", lambda: _read(comm, checkpoint, plan, from_rank_0_alone)
         )
-        restored = _understood(path, lambda: plan.restore(options.training), RESTORED)
+        so_far = "The weights are already those of this checkpoint, and the rest may be as before"
+        restored = _understood(path, lambda: plan.restore(options.training), so_far)
         report = raise_on_all(comm, "restoring a checkpoint", restored)
     for bucket in sharded.buckets:
         bucket.expire()
@@ -251,5 +249,6 @@ def _read(comm: Comm, checkpoint: OpenCheckpoint, plan: LoadPlan, from_rank_0_al
             read_into(checkpoint.source, plan.requests, comm.rank, comm.size)
     except CheckpointError as error:
         raise type(error)(
-            f"{error} {REPLACED}: load another checkpoint before you use it."
+            f"{error} Some tensors of the model were already replaced: load another checkpoint "
+            "before you use it."
         ) from error

@@ -115,11 +115,7 @@ def _misfit(stored: Stored, dtype: str, shape: tuple[int, ...]) -> str | None:
 
 
 class ModelPlan:
-    """Stored tensors and their places in the model's parameters and persistent buffers.
-
-    Attributes:
-        inexact: what is not as it was, once ``requests`` were made.
-    """
+    """Stored tensors and their places in the model's parameters and persistent buffers."""
 
     def __init__(
         self,
@@ -132,7 +128,7 @@ class ModelPlan:
         self._buffers = held_whole(sharded.model)
         self._comm, self._stored = sharded.comm, stored
         self._late: list[tuple[Tensor, Tensor]] = []
-        self.inexact: list[str] = []
+        self.inexact: list[str] = []  # what is not as it was, once ``requests`` were made
         of_model = [(s.member.aliases, s.value.dtype, s.member.shape) for s in self.shards]
         of_model += [(names, buffer.dtype, buffer.shape) for names, buffer in self._buffers]
         tensors = [ModelTensor(n, code_of(d, n[0]), tuple(shape)) for n, d, shape in of_model]

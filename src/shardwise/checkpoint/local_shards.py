@@ -29,16 +29,11 @@ log = logging.getLogger("shardwise")
 
 
 class LocalShard(NamedTuple):
-    """A tensor to store.
-
-    Attributes:
-        value: the elements that this rank holds; any shape, any device.
-        start: which element of the flattened tensor the first of them is.
-    """
+    """A tensor to store."""
 
     entry: Entry
-    value: Tensor
-    start: int
+    value: Tensor  # the elements that this rank holds; any shape, any device
+    start: int  # which element of the flattened tensor the first of them is
 
     def clone(self) -> LocalShard:
         """The same, of the value as it is now."""
@@ -47,21 +42,14 @@ class LocalShard(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """The place of a parameter's elements.
-
-    Attributes:
-        held: who holds which elements.
-        value: this rank's part of it, as at rest.
-        start: which element of the flattened parameter the first of them is.
-        bucket, index: that it is of, and its number there.
-    """
+    """The place of a parameter's elements."""
 
     member: Member
-    held: tuple[Held, ...]
-    value: Tensor
-    start: int
-    bucket: Bucket
-    index: int
+    held: tuple[Held, ...]  # who holds which elements
+    value: Tensor  # this rank's part of it, as at rest
+    start: int  # which element of the flattened parameter the first of them is
+    bucket: Bucket  # that it is of
+    index: int  # its number there
 
     def stored_as(self, name: str, value: Tensor, block: int = 1) -> LocalShard:
         """A tensor that has one element for each ``block`` of the parameter's."""

@@ -63,10 +63,9 @@ def _locked(folder: Path) -> FileIO:
 def is_alive(partial: Path) -> bool:
     """May a process still be writing this folder?
 
-    A lock that was made on this host says it at once. What another host writes counts as alive
-    until nothing in it changed for ``SILENCE`` seconds. The file system says
-    what time it is, since the clocks of hosts differ. A folder without a lock is what an exchange
-    of names or a removal left; or its maker, who finds it gone, makes it again.
+    A lock that was made on this host says it at once. Of another host's silence the file system
+    says how long it is, since the clocks of hosts differ. A folder without a lock is what an
+    exchange of names or a removal left; or its maker, who finds it gone, makes it again.
     """
     try:
         os.utime(partial / LOCK)

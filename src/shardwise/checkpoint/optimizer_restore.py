@@ -36,18 +36,12 @@ from shardwise.optim.cut_state import is_scalar
 
 
 class StoredStates(NamedTuple):
-    """Optimizers' state in a checkpoint, or in rank 0's state dict.
+    """Optimizers' state in a checkpoint, or in rank 0's state dict."""
 
-    Attributes:
-        records: one for each optimizer; see ``record_of``.
-        places: the tensors, by ``STATE/PARAMETER``.
-        aliases: further names of tied parameters → the name in the records.
-        converted: parameters whose values are converted → the dtype that they are stored in.
-    """
-
-    records: Sequence[Mapping[str, Any]]
-    places: Mapping[str, TensorLocation]
-    aliases: Mapping[str, str]
+    records: Sequence[Mapping[str, Any]]  # one for each optimizer; see ``record_of``
+    places: Mapping[str, TensorLocation]  # the tensors, by ``STATE/PARAMETER``
+    aliases: Mapping[str, str]  # further names of tied parameters → the name in the records
+    # Parameters whose values are converted → the dtype that they are stored in
     converted: Mapping[str, str]
 
 
@@ -80,14 +74,7 @@ class _Target:
 
 
 class Restored:
-    """Stored state that optimizers get back.
-
-    Attributes:
-        problems: one line for each thing that does not fit, and is left as it is.
-        dropped: one line for each thing that has no place now, though everything fits: the state
-            of a weight that was not tied.
-        reordered: one line for each group that had another number.
-    """
+    """Stored state that optimizers get back."""
 
     def __init__(self, optimizers: Optimizers, named: Named, stored: StoredStates) -> None:
         check_disjoint(optimizers, named)
@@ -106,6 +93,7 @@ class Restored:
         absent = [named.shard(*one).member.name for one in held if id(one[0]) not in used]
         known = {name: target.name for target in targets for name in target.shard.member.aliases}
         extra = [name for name, state in saved.items() if id(state) not in used]
+        #: One line for each thing that does not fit, and is left as it is.
         self.problems = [
             *(f"{name}: its optimizer state is not stored" for name in absent),
             *(f"{n}: stored, and no optimizer has this parameter" for n in extra if n not in known),
@@ -113,11 +101,13 @@ class Restored:
             *(line for target in targets for line in misfits[id(target)]),
             *self._conflicts.values(),
         ]
+        #: And for each that has no place now, though everything fits: of a weight not tied then.
         self.dropped = [
             f"{name}: its optimizer state is left out, since it is tied to {known[name]} now"
             for name in extra
             if name in known
         ]
+        #: And for each group that had another number.
         self.reordered = [*dict.fromkeys(_reordered(targets))]
 
     def requests(self) -> list[ReadRequest]:
@@ -247,6 +237,7 @@ def _memory(
 ) -> tuple[Tensor, int]:
     """The memory for one state of one parameter, and the index of its first element here."""
     one = _is_one(target, key, place)
+    start = 0 if one else target.shard.start // block_of(key)
     shape = torch.Size([]) if one else state_shape(key, target.shard.value.shape)
     present = target.optimizer.state.get(target.param, {}).get(key)
     present = present.to_local() if isinstance(present, ShardTensor) else present
@@ -255,8 +246,7 @@ def _memory(
         and (present.shape, present.dtype) == (shape, dtype)
         and present.is_contiguous()
     ):
-        return present, 0 if one else target.shard.start // block_of(key)
+        return present, start
     moved = bool(target.group.get("capturable") or target.group.get("fused"))
     device = target.shard.value.device if moved or not one else torch.device("cpu")
-    memory = in_huge_pages(torch.empty(shape, dtype=dtype, device=device))
-    return memory, 0 if one else target.shard.start // block_of(key)
+    return in_huge_pages(torch.empty(shape, dtype=dtype, device=device)), start

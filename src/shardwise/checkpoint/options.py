@@ -34,19 +34,13 @@ def kind_of(word: object) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model in the form that another library reads, for ``SaveOptions.names``.
+    """A part of a model in the form that another library reads, for ``SaveOptions.names``."""
 
-    Attributes:
-        wants: does a tensor of this name belong to it?
-        stem: what the name of its file begins with, such as ``"adapter_model"``.
-        stored: name in the model → name in that file; what has none is stored in ``training/``.
-        files: small files that belong beside it.
-    """
-
-    wants: Callable[[str], bool]
-    stem: str
+    wants: Callable[[str], bool]  # does a tensor of this name belong to it?
+    stem: str  # what the name of its file begins with, such as ``"adapter_model"``
+    # Name in the model → name in that file; what has none is stored in ``training/``
     stored: Mapping[str, str]
-    files: Mapping[str, bytes]
+    files: Mapping[str, bytes]  # small files that belong beside it
 
     def __call__(self, name: str) -> bool:
         return self.wants(name)
@@ -177,18 +171,12 @@ class Loaded:
 @checked
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load: what, and how strictly.
+    """Options of a load: what, and how strictly."""
 
-    Attributes:
-        optimizers: whose state is restored.
-        training: whose scheduler and scaler are restored; with it, random generators are, too.
-        strict: whatever does not fit is an error, and not left out.
-        cast: stored floating-point tensors may have another dtype than the model's.
-        names: which of the model's tensors are loaded; ``None`` = all.
-    """
-
-    optimizers: Sequence[Optimizer] = ()
+    optimizers: Sequence[Optimizer] = ()  # whose state is restored
+    # Whose scheduler and scaler are restored; with it, random generators are, too
     training: Training | None = None
-    strict: bool = True
-    cast: bool = False
+    strict: bool = True  # whatever does not fit is an error, and not left out
+    cast: bool = False  # stored floating-point tensors may have another dtype than the model's
+    # Which of the model's tensors are loaded; ``None``: all
     names: Callable[[str], bool] | None = None

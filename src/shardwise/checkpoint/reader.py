@@ -44,16 +44,12 @@ def find_stored(
 
 @dataclass
 class CheckpointReader:
-    """An open checkpoint. Use it as a context.
-
-    Attributes:
-        manifest: what it should consist of; ``None`` for a folder that shardwise did not write.
-        only: the one file that is read, whatever lies beside it; ``""``: the folder.
-    """
+    """An open checkpoint. Use it as a context."""
 
     folder: Path
+    # What it should consist of; ``None`` for a folder that shardwise did not write
     manifest: Manifest | None
-    only: str = ""
+    only: str = ""  # the one file that is read, whatever lies beside it; ``""``: the folder
     _files: dict[str, CheckedFile] = field(default_factory=dict, repr=False)
     _kept: Kept = field(default_factory=Kept, repr=False)
 

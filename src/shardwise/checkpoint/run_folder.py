@@ -131,17 +131,12 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule by which checkpoints stay.
+    """The rule by which checkpoints stay."""
 
-    Attributes:
-        limit: how many, at least 1; those that stay in any case count.
-        best: the one with the ``"lowest"`` or ``"highest"`` metric stays; or ``None``.
-        tokens: of those that stay in any case.
-    """
-
-    limit: int
+    limit: int  # how many, at least 1; those that stay in any case count
+    # The one with the ``"lowest"`` or ``"highest"`` metric stays; or ``None``
     best: str | None = None
-    tokens: Collection[str] = ()
+    tokens: Collection[str] = ()  # of those that stay in any case
 
 
 def expired(complete: Sequence[Checkpoint], keep: Retention) -> list[Path]:

@@ -65,24 +65,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Document:
-    """``training.json``, decoded.
-
-    Attributes:
-        step, scheduler, scaler, position, config: of ``Training``, as they were given.
-        world: ranks that saved it.
-        optimizers: one record for each; see ``optimizer_shards``.
-        local: each rank's own values, by rank.
-        classes: of the scheduler and the scaler; earlier versions did not store them.
-    """
+    """``training.json``, decoded."""
 
     step: int | None
-    world: int
-    optimizers: list[dict[str, Any]]
+    world: int  # ranks that saved it
+    optimizers: list[dict[str, Any]]  # one record for each; see ``optimizer_shards``
     scheduler: Any
     scaler: Any
     position: Any
     config: Any
-    local: list[Any]
+    local: list[Any]  # each rank's own values, by rank
+    # Of the scheduler and the scaler; earlier versions did not store them
     classes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

@@ -27,25 +27,15 @@ from shardwise.plan.units.wrap import Wrap, automatic
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A model as ``shard()`` cuts it for one rank.
-
-    Attributes:
-        units: which parameters are gathered together.
-        specs: the buckets of each unit, by its name.
-        placement: the strategy.
-        policy: where each unit lives, prefetch, and whether a gather casts.
-        grid: the place of the rank among all.
-        device: where it computes.
-        options: as for ``shard()``.
-    """
+    """A model as ``shard()`` cuts it for one rank."""
 
     units: Units
-    specs: Mapping[str, tuple[BucketSpec, ...]]
+    specs: Mapping[str, tuple[BucketSpec, ...]]  # of each unit's buckets, by its name
     placement: Placement
-    policy: Policy
-    grid: Grid
-    device: torch.device
-    options: Options
+    policy: Policy  # where each unit lives, prefetch, and whether a gather casts
+    grid: Grid  # the place of the rank among all
+    device: torch.device  # on which it computes
+    options: Options  # those of ``shard()``
 
     @property
     def shape(self) -> Shape | None:

@@ -18,7 +18,7 @@ from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
 from shardwise.plan.schedule.events import Cue, Op, Order, Phase
 from shardwise.plan.units.units import Units
-from shardwise.torch_internals import buffers_of, parameters_of, tree_map_only
+from shardwise.torch_internals import parameters_of, tensors_of, tree_map_only
 
 UnitNames = Mapping[nn.Module, str]  # the unit that a module's forward uses
 
@@ -91,14 +91,13 @@ def on_meta(
     empty: dict[Tensor, Tensor] = {}
     state = {}
     for prefix, module in model.named_modules():
-        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
-            if tensor is not None:
-                shape, dtype = shapes.get(tensor, tensor.shape), dtypes.get(tensor, tensor.dtype)
-                made = torch.empty(shape, dtype=dtype, device="meta")
-                made.requires_grad_(tensor.requires_grad)
-                if name in parameters_of(module):  # or a module that registers it anew loses it
-                    made = nn.Parameter(made, made.requires_grad)
-                state[f"{prefix}.{name}".lstrip(".")] = empty.setdefault(tensor, made)
+        for name, tensor in tensors_of(module):
+            shape, dtype = shapes.get(tensor, tensor.shape), dtypes.get(tensor, tensor.dtype)
+            made = torch.empty(shape, dtype=dtype, device="meta")
+            made.requires_grad_(tensor.requires_grad)
+            if name in parameters_of(module):  # or a module that registers it anew loses it
+                made = nn.Parameter(made, made.requires_grad)
+            state[f"{prefix}.{name}".lstrip(".")] = empty.setdefault(tensor, made)
     return state
 
 

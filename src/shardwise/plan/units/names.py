@@ -21,17 +21,11 @@ IndexSets = tuple[Numbers, ...]
 
 
 class NameGroup(NamedTuple):
-    """Names that differ in nothing but numbers.
+    """Names that differ in nothing but numbers."""
 
-    Attributes:
-        name: the pattern, such as ``layers.{0…31}.weight``.
-        size: the number of names.
-        kind: the kind that all of them have.
-    """
-
-    name: str
-    size: int
-    kind: Any
+    name: str  # the pattern, such as ``layers.{0…31}.weight``
+    size: int  # the number of names
+    kind: Any  # that all of them have
 
 
 def group_names(names: Iterable[tuple[str, Hashable]]) -> list[NameGroup]:
