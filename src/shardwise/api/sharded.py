@@ -49,7 +49,8 @@ from shardwise.runtime.unit import UnitState
 from shardwise.setup.build import cut, facts, uncut, warn_of_one_unit
 from shardwise.setup.forwards import Forwards
 from shardwise.setup.unsharded import unsharded
-from shardwise.setup.whole_values import StateHooks, local_state, whole_copy
+from shardwise.setup.whole_values import StateHooks, whole_copy
+from shardwise.torch_internals import disable_torch_function
 
 log = logging.getLogger("shardwise")
 
@@ -238,7 +239,9 @@ class Sharded:
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards by parameter name; no communication, no copies."""
-        return local_state(self._idle("shards were asked for"))
+        members = [m for bucket in self._idle("shards were asked for") for m in bucket.members]
+        with disable_torch_function():
+            return {alias: m.param.detach() for m in members for alias in m.aliases}
 
     # ---- checkpoints ---------------------------------------------------------------------------
 

@@ -24,18 +24,13 @@ from shardwise.comm.protocol import Completed, Pending
 
 
 class HostMemory(Memory):
-    """Host memory beside ``device``, pinned where that is an accelerator.
-
-    Attributes:
-        nbytes: allocated now.
-        copied: bytes copied from and to the device, by ``"load"`` and ``"store"``.
-    """
+    """Host memory beside ``device``, pinned where that is an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cpu"))
         self._beside, self._pins = device, device.type != "cpu"
-        self.nbytes = 0
-        self.copied = {"load": 0, "store": 0}
+        self.nbytes = 0  # allocated now
+        self.copied = {"load": 0, "store": 0}  # bytes from and to the device
         self._busy = set[torch.Stream]()  # with copies that the host has not waited for
         self._storing: list[tuple[Tensor, Pending]] = []  # sources, of copies that may be under way
 

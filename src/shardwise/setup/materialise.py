@@ -11,7 +11,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.config.options import Init
 from shardwise.errors import ConfigError
 from shardwise.plan.units.units import Unit
-from shardwise.torch_internals import buffers_of, parameters_of
+from shardwise.torch_internals import buffers_of, tensors_of
 
 
 def give_values(
@@ -44,7 +43,9 @@ def give_values(
         for unit in units
     }
     # Asked before anything is made: a tied weight is initialised by each of its owners.
-    unmade = {m for m in model.modules() if any(_is_unmade(t, load_later) for _, t in _own(m))}
+    unmade = {
+        m for m in model.modules() if any(_is_unmade(t, load_later) for _, t in tensors_of(m))
+    }
     order = list(_in_apply_order(model))
     last = {id(module): place for place, (_, module) in enumerate(order)}  # one may come twice
     for place, (name, module) in enumerate(order):
@@ -67,15 +68,6 @@ def _in_apply_order(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
     yield prefix.rstrip("."), model
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from _present(parameters_of(module))
-    yield from _present(buffers_of(module))
-
-
-def _present(tensors: Any) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-
-
 def _is_unmade(tensor: Tensor, load_later: frozenset[Tensor]) -> bool:
     return tensor.is_meta and tensor not in load_later
 
@@ -87,7 +79,7 @@ def give_memory(param: Tensor, memory: Tensor) -> None:
 
 def _make(module: nn.Module, device: torch.device, load_later: frozenset[Tensor]) -> set[str]:
     """Give meta tensors memory, which is marked, and return their names."""
-    unmade = {name: tensor for name, tensor in _own(module) if _is_unmade(tensor, load_later)}
+    unmade = {name: tensor for name, tensor in tensors_of(module) if _is_unmade(tensor, load_later)}
     for name, tensor in unmade.items():
         marked = _mark(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         if isinstance(tensor, nn.Parameter):
@@ -111,16 +103,16 @@ def _check_made(name: str, module: nn.Module, made: set[str], init: Init) -> Non
     A value may be equal to the mark: a mask of ones, a sentinel. So where marks are left, ``init``
     runs again over zeros: it leaves a mark that is a value, and a zero where it fills nothing.
     """
-    suspects = [own for own, tensor in _own(module) if own in made and _is_marked(tensor)]
+    suspects = [own for own, tensor in tensors_of(module) if own in made and _is_marked(tensor)]
     if not suspects:
         return
-    values = {own: tensor.detach().clone() for own, tensor in _own(module)}
+    values = {own: tensor.detach().clone() for own, tensor in tensors_of(module)}
     with _same_numbers(values[suspects[0]].device), torch.no_grad():
-        for own, tensor in _own(module):
+        for own, tensor in tensors_of(module):
             if own in made:
                 tensor.zero_()
         init(module)
-        for own, tensor in _own(module):
+        for own, tensor in tensors_of(module):
             if own in suspects and (_marks(values[own]) & ~_marks(tensor)).any():
                 raise _no_value(f"{name}.{own}".lstrip("."), type(module).__name__)
             tensor.copy_(values[own])
@@ -166,9 +158,6 @@ def sync(value: Tensor, comm: Comm, name: str) -> Tensor:
 
 def checksums(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
     """A checksum of each tensor's bytes, to find where ranks differ."""
-    return {f"values of {name}": f"{_crc(tensor):08x}" for name, tensor in tensors}
-
-
-def _crc(tensor: Tensor) -> int:
-    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().tobytes())
+    flat = ((name, t.detach().contiguous().cpu().reshape(-1)) for name, t in tensors)
+    data = ((name, values.view(torch.uint8).numpy().tobytes()) for name, values in flat)
+    return {f"values of {name}": f"{zlib.crc32(content):08x}" for name, content in data}

@@ -103,17 +103,6 @@ def _part(value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:
     )
 
 
-def local_state(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
-    """This rank's shards by parameter name, without communication and without copies."""
-    with disable_torch_function():
-        return {
-            alias: member.param.detach()
-            for bucket in buckets
-            for member in bucket.members
-            for alias in member.aliases
-        }
-
-
 def whole_copy(model: nn.Module, buckets: Sequence[Bucket], memo: dict[int, Any]) -> nn.Module:
     """A plain deep copy with whole parameters of ``model``, which is without our hooks now."""
     for bucket in buckets:

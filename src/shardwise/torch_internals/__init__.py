@@ -147,20 +147,16 @@ tree_map_only = _pytree.tree_map_only
 
 # ---- modules ---------------------------------------------------------------------------------
 
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters, in the dict in which it holds them."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers, in the dict in which it holds them."""
-    return module._buffers
+# What a module holds itself, in the dicts in which it holds it.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own modules, in the dict in which it holds them."""
-    return module._modules
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own parameters and buffers, with the names that it has for them."""
+    named = (*parameters_of(module).items(), *buffers_of(module).items())
+    return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
 #: The method of a module by which ``.to()``, ``.half()``, ``.cuda()``, … convert its tensors.
@@ -180,8 +176,6 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 engine_executes: Callable[[Node], bool] = torch._C._will_engine_execute_node
 #: The number that the next node of this thread gets. Backward goes from high numbers to low ones.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-
 #: The node that autograd executes on this thread, if any.
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 #: The number that says when its thread made the node.
@@ -200,11 +194,10 @@ def is_accumulate_grad(node: Node) -> bool:
     return type(node) is _ACCUMULATE_GRAD
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call it when the backward pass that goes on has ended; not where it raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
+#: Call a function when the backward pass that goes on has ended; not where it raises.
+queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 #: The hooks that ``register_post_accumulate_grad_hook`` adds to: a dict, or ``None``.
 after_accumulation: Callable[[nn.Parameter], Any] = attrgetter("_post_accumulate_grad_hooks")
 

@@ -16,7 +16,6 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from time import monotonic, sleep
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +29,11 @@ _COLLECTING = threading.Lock()  # a collection beside another one returns at onc
 
 
 class Arena:
-    """A mapped file. Other processes address tensors in it by their offset.
-
-    Attributes:
-        fd: by which other processes open the file, until ``close_file``; the mapping stays as long
-            as a tensor in it.
-    """
+    """A mapped file. Other processes address tensors in it by their offset."""
 
     def __init__(self, fd: int) -> None:
+        # By ``fd`` other processes open it, until ``close_file``; the mapping stays as long as a
+        # tensor in it.
         self.fd, self.size = fd, os.fstat(fd).st_size
         self._map = _mapped(fd, self.size)
         self._base = np.frombuffer(self._map, np.uint8).ctypes.data
@@ -68,9 +64,13 @@ class Arena:
         """Give the memory of these pages back; they are zeros when they are touched again."""
         self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
-    def bytes(self, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """``[nbytes]`` at ``offset``."""
-        return np.frombuffer(self._map, np.uint8, nbytes, offset)
+    def block(
+        self, offset: int, numel: int, dtype: torch.dtype, freed: Callable[[int], object]
+    ) -> Tensor:
+        """``[numel]`` at ``offset``, which is ``freed`` when the storage dies."""
+        block = np.frombuffer(self._map, np.uint8, numel * dtype.itemsize, offset)
+        weakref.finalize(block, freed, offset)
+        return torch.from_numpy(block).view(dtype)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]`` at ``offset``, with a storage of its own."""
@@ -139,15 +139,13 @@ class Heap:
         """``[numel]``, uninitialised. The block is freed when the storage dies."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        size = -(-(nbytes := numel * dtype.itemsize) // PAGE) * PAGE
+        size = -(-numel * dtype.itemsize // PAGE) * PAGE
         offset = self._freed(size)
         if offset is None:
             insort(self._starts, offset := self._ranges.take(size))
         else:
             self._kept[size].remove(offset)
-        block = self.arena.bytes(offset, nbytes)
-        weakref.finalize(block, self._kept[size].append, offset)
-        return torch.from_numpy(block).view(dtype)
+        return self.arena.block(offset, numel, dtype, self._kept[size].append)
 
     def mark_read_in(self, offset: int, number: int) -> None:
         """Peers will read the block that holds ``offset`` in collective ``number``."""
@@ -196,12 +194,10 @@ class SymmetricHeap:
         """``[numel]``, uninitialised, with a storage of its own."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        size = -(-(nbytes := numel * dtype.itemsize) // PAGE) * PAGE
+        size = -(-numel * dtype.itemsize // PAGE) * PAGE
         start = self._ranges.take(size)
         self._sizes[start] = size
-        block = self._arena.bytes(start, nbytes)
-        weakref.finalize(block, self.unused.add, start)
-        return torch.from_numpy(block).view(dtype)
+        return self._arena.block(start, numel, dtype, self.unused.add)
 
     def reuse(self, starts: Iterable[int]) -> None:
         """Free the blocks that are unused on every rank; the same on all ranks."""
