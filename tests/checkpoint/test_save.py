@@ -338,6 +338,10 @@ def test_gradients_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
         sharded.save(tmp_path / "weights")  # which have no part in it
         sharded.drop_gradients()
         sharded.save(tmp_path / "step-1", training=sw.Training(step=1))
+        with sharded.accumulate(last=False):
+            nets.loss(model, DECODER.batch(0, 2)).backward()
+        model.zero_grad()  # what is thrown away is not lost
+        sharded.save(tmp_path / "step-2", training=sw.Training(step=2))
 
     on_ranks(2, DECODER.build, rank)
 
