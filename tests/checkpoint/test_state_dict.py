@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import StateDictType
 
 import shardwise as sw
+from shardwise.checkpoint import state_dict
 from shardwise.checkpoint.options import KINDS, kind_of
 from shardwise.checkpoint.state_dict import StateDict
 from shardwise.comm.protocol import Comm
+from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
+from shardwise.memory.whole import gather_whole
 from tests.copies import clones, equal, error_text, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.steps import STRATEGIES
@@ -129,23 +133,20 @@ def test_who_leaves_it_to_rank_0_never_holds_more_than_a_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alive: list[int] = []
+    kept: dict[Comm, list[Any]] = defaultdict(list)
+
+    def watched(bucket: Bucket) -> list[Tensor]:
+        values, comm = gather_whole(bucket), bucket.mesh.shard
+        storage = values[0].untyped_storage()
+        kept[comm].append(torch.multiprocessing.reductions.StorageWeakRef(storage))
+        if comm.rank:
+            alive.append(sum(not ref.expired() for ref in kept[comm]))
+        return values
+
+    monkeypatch.setattr(state_dict, "gather_whole", watched)
 
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
-        kept: list[Any] = []
-        for bucket in sharded.buckets:
-            whole = bucket.whole
-
-            def watched(whole: Any = whole) -> Any:
-                values = whole()
-                kept.append(
-                    torch.multiprocessing.reductions.StorageWeakRef(values[0].untyped_storage())
-                )
-                if comm.rank:
-                    alive.append(sum(not ref.expired() for ref in kept))
-                return values
-
-            monkeypatch.setattr(bucket, "whole", watched)
         assert len(sharded.buckets) > 3
         sharded.state_dict(rank0_only=True)
 

@@ -24,6 +24,7 @@ from shardwise.comm.transports.local import LocalComm
 from shardwise.config.placement import Placement
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
+from shardwise.memory.whole import gather_parts, gather_whole
 from shardwise.plan.schedule.events import Event, Op
 from tests.copies import local
 from tests.fake import FakeComm
@@ -553,10 +554,10 @@ def test_parts_are_put_together_in_new_memory_and_missing_ones_are_zeros(strateg
 
     def rank(comm: Comm) -> None:
         for bucket in sw.shard(models[comm.rank], strategy, comm=comm).buckets:
-            values = bucket.whole()
+            values = gather_whole(bucket)
             assert {storage(value) for value in values} & {storage(bucket.shard)} == set()
             parts = [2 * bucket.part(index, value) for index, value in enumerate(values)]
-            joined = bucket.whole_of_parts([None, *parts[1:]], torch.float64)
+            joined = gather_parts(bucket, [None, *parts[1:]], torch.float64)
             assert not joined[0].any()
             for value, double in zip(values[1:], joined[1:], strict=True):
                 assert double.dtype is torch.float64
@@ -647,7 +648,7 @@ def test_pieces_that_copies_have_written_are_joined_once_before_they_are_gathere
                 bucket.free()
             assert bucket.mesh.replicate.counters.calls == {"update": 1}
             assert bucket.copied - before == casts + moves
-            whole = torch.cat([value.flatten() for value in bucket.whole()])
+            whole = torch.cat([value.flatten() for value in gather_whole(bucket)])
             assert torch.equal(whole, (10 * step + expected).float())
 
     run_threads(4, rank)

@@ -126,10 +126,10 @@ class Sharded:
             partial(self._hooks.check_idle, "an optimizer stepped"),
             self._background.before_update,
         ]
-        params = [param for bucket in self.buckets for param in bucket.params]
         updated = self.runtime.expect_update
+        own_ids = frozenset(self._places)
         self._optimizer_hooks = OptimizerHooks(
-            params, updated, self._idle, self.comm, trained_by_others
+            own_ids, updated, self._idle, self.comm, trained_by_others
         )
         self._state = StateHooks(self._hooks.registered, self.buckets, self._state_asked)
         self._attach()

@@ -8,7 +8,7 @@ strategy, number of ranks or choice of units is nothing but other ranges.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from shardwise.memory.sharding import sharding_of
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.plan.layout.layout import Layout, Slot
 from shardwise.plan.units.units import Member
-from shardwise.torch_internals import buffers_of, parameters_of
+from shardwise.torch_internals import tensors_of
 
 log = logging.getLogger("shardwise")
 
@@ -142,33 +142,25 @@ def held_whole(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
 
     Each once, with all its names without wrappers, in order of registration.
     """
-    return [(names, tensor.detach()) for names, tensor in _once(model, _held_whole)]
+    return [(names, tensor.detach()) for names, tensor in _once(model)]
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
     """Each persistent buffer once, with all its names, in order of registration."""
-    return _once(model, lambda module: buffers_of(module).items())
+    return [(names, t) for names, t in _once(model) if not isinstance(t, nn.Parameter)]
 
 
-def _once(
-    model: nn.Module, tensors_of: Callable[[nn.Module], Iterable[tuple[str, Tensor | None]]]
-) -> list[tuple[tuple[str, ...], Tensor]]:
+def _once(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
     bare = bare_names(model)
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in tensors_of(module):
-            if tensor is not None and name not in module._non_persistent_buffers_set:
+            is_whole = sharding_of(tensor) is None  # a buffer, or ``ignored=``
+            if is_whole and name not in module._non_persistent_buffers_set:
                 names.setdefault(id(tensor), []).append(bare(f"{prefix}.{name}".lstrip(".")))
                 tensors[id(tensor)] = tensor
     return [(tuple(aliases), tensors[key]) for key, aliases in names.items()]
-
-
-def _held_whole(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    for name, param in parameters_of(module).items():
-        if param is not None and sharding_of(param) is None:  # ``ignored=``
-            yield name, param
-    yield from buffers_of(module).items()
 
 
 def ignored_params(model: nn.Module) -> dict[str, nn.Parameter]:

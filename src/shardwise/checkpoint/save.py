@@ -81,8 +81,7 @@ def save(sharded: ShardedModel, asked: Asked) -> Saved:
 def begin(sharded: ShardedModel, asked: Asked) -> Task:
     """Phases 1 to 3. A collective."""
     comm, token = sharded.comm, new_token()
-    steps = sorted(sharded.runtime.trained.updates.items())
-    updates = {"steps since backward()": ", ".join(f"{n} × {text}" for text, n in steps) or "none"}
+    updates = {"steps since backward()": ", ".join(sharded.runtime.trained.taken) or "none"}
     # First what may fail on one rank alone, and what decides which collectives follow.
     (request, state), told = agreed(
         comm,

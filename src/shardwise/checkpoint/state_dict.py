@@ -43,6 +43,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.errors.arguments import checked, taken
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
+from shardwise.memory.whole import gather_whole
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.plan.printed import size
 from shardwise.plan.units.units import Member
@@ -188,7 +189,7 @@ def _whole(
 ) -> dict[str, Tensor]:
     """Copies of the bucket's tensors; only one bucket is whole at a time."""
     states: dict[str, Tensor] = {}
-    wholes = bucket.whole()  # on all ranks: the others need this rank's part
+    wholes = gather_whole(bucket)  # on all ranks: the others need this rank's part
     for member, whole in zip(members, wholes, strict=True) if kept else ():
         states |= how.chosen(member.aliases, whole)
     return states

@@ -43,7 +43,6 @@ class Grid(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.shard.size * self.replicate.size
 
 
@@ -55,7 +54,6 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:

@@ -217,11 +217,7 @@ class Comm(ABC):
 
 
 def check_divisible(full: Tensor, size: int, label: Label) -> Tensor:
-    """``full``, detached, after a check that it is ``[size * n]``.
-
-    Raises:
-        ConfigError: it is not divisible by ``size``, or not contiguous.
-    """
+    """``full``, detached; ``ConfigError`` if it is not ``[size * n]``, or not contiguous."""
     if full.ndim != 1 or full.numel() % size or not full.is_contiguous():
         raise ConfigError(
             f"{label}: a buffer of shape {tuple(full.shape)} with strides {full.stride()} cannot "

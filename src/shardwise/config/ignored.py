@@ -16,11 +16,7 @@ Ignored = Collection[nn.Module | nn.Parameter | str]
 
 
 def ignored_params(model: nn.Module, ignored: Ignored) -> frozenset[nn.Parameter]:
-    """The parameters that ``ignored`` stands for.
-
-    Raises:
-        ConfigError: one is not in the model.
-    """
+    """The parameters that ``ignored`` stands for; ``ConfigError`` if one is not in the model."""
     if isinstance(ignored, (nn.Parameter, str)):  # each is a collection, too
         raise ConfigError(f"ignored= is a {type(ignored).__name__}. Pass a list of them.")
     if not ignored:

@@ -17,7 +17,6 @@ version counter is its own (the views' counters must not move).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
@@ -35,7 +34,7 @@ from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
 from shardwise.memory.shard_tensor.use_errors import written_by_all_ranks, wrong_replacement
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.spec import BucketSpec
-from shardwise.plan.views import addresses_of, shapes_of
+from shardwise.plan.views import addresses_of
 from shardwise.torch_internals import (
     disable_torch_function,
     get_grad,
@@ -271,8 +270,10 @@ class Bucket:
         were there, as of any parameter: where nothing is split, the bucket moves to other memory.
         """
         with disable_torch_function():
-            same = addresses_of(self.params) == self._addresses
-            if same and (self._guards or shapes_of(self.params) == shapes_of(self._rest_views)):
+            if addresses_of(self.params) == self._addresses and (
+                self._guards
+                or [p.shape for p in self.params] == [v.shape for v in self._rest_views]
+            ):
                 return
             for index, (param, view) in enumerate(zip(self.params, self._rest_views, strict=True)):
                 if param.shape != view.shape or param.dtype != view.dtype:
@@ -287,43 +288,6 @@ class Bucket:
                     view.copy_(value)
             self.expire()
             self.rest()
-
-    # ---- whole values, outside the step --------------------------------------------------
-
-    def whole(self) -> list[Tensor]:
-        """Every parameter whole, in its stored dtype, in new memory. A collective."""
-        if not self.gathered:
-            self.adopt()
-        return self._whole_of(self.shard)
-
-    def whole_of_parts(
-        self, parts: Sequence[Tensor | None], dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
-        """Gather, for each parameter, what ranks have one part of. A collective.
-
-        Args:
-            parts: per parameter, in the shape of its shard; ``None`` counts as zeros.
-            dtype: of all of them; ``None`` = the shard's.
-        """
-        flat = torch.zeros_like(self.shard, dtype=dtype)
-        with disable_torch_function():
-            for view, part in zip(self.spec.rest_views(flat), parts, strict=True):
-                if part is not None:
-                    view.copy_(part.view(view.shape))
-        return self._whole_of(flat)
-
-    def _whole_of(self, flat: Tensor) -> list[Tensor]:
-        """Gather what is laid out like the shard. A collective."""
-        if self.allocation.whole:
-            full = flat.to(self.full.device, copy=True)
-        else:
-            full = torch.empty(self.layout.numel, dtype=flat.dtype, device=self.full.device)
-            self.spec.own(full).copy_(flat)
-            label = Label("whole", self.spec.title)
-            if self.spec.splits_copies:
-                self.mesh.replicate.all_gather(self.spec.sent(full), label).wait()
-            self.mesh.shard.all_gather(full, label).wait()
-        return self.spec.full_views(full)
 
     def bind_whole(self, wholes: list[Tensor]) -> None:
         """Point the parameters at ``wholes``, as plain parameters, until they are sharded again."""

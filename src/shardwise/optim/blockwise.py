@@ -18,6 +18,7 @@ from shardwise.config.options import BLOCK, blocks
 from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.whole import gather_parts
 
 SCALES = frozenset({"absmax1", "absmax2"})  # one for each block
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # what the 256 codes mean; in no checkpoint
@@ -100,11 +101,11 @@ def cut_scales(scales: Tensor, sharding: Sharding) -> Tensor:
 def whole_of_parts(
     bucket: Bucket, key: str, parts: Sequence[Tensor | None], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Same as ``Bucket.whole_of_parts``, of named state; scales travel once per element."""
+    """Same as ``gather_parts``, of named state; scales travel once per element."""
     if key not in SCALES:
-        return bucket.whole_of_parts(parts, dtype)
+        return gather_parts(bucket, parts, dtype)
     each = [
         None if part is None else part.repeat_interleave(BLOCK)[: stop - start]
         for part, (start, stop) in zip(parts, bucket.spec.ranges, strict=True)
     ]
-    return [whole.reshape(-1)[::BLOCK] for whole in bucket.whole_of_parts(each, dtype)]
+    return [whole.reshape(-1)[::BLOCK] for whole in gather_parts(bucket, each, dtype)]

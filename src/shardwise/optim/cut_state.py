@@ -79,11 +79,7 @@ def _misfit(name: str, value: Tensor, param: nn.Parameter, sharding: Sharding) -
 def whole_state(
     optimizer: Optimizer, bucket: Bucket, copy: Callable[[Tensor], Tensor]
 ) -> list[dict[str, Any]]:
-    """The state of each of a bucket's parameters, whole. A collective.
-
-    Args:
-        copy: called with each whole tensor, which is a view of a larger one.
-    """
+    """The state of a bucket's parameters, by a ``copy`` of each whole tensor. A collective."""
     states = [optimizer.state.get(param, {}) for param in bucket.params]
     cut = [_elements(*pair) for pair in zip(states, bucket.params, strict=True)]
     wholes: list[dict[Key, Tensor]] = [{} for _ in cut]

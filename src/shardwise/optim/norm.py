@@ -30,11 +30,7 @@ def places_of(buckets: Iterable[Bucket]) -> dict[int, Place]:
 
 
 def chosen(places: Mapping[int, Place], parameters: Iterable[Tensor]) -> list[Place]:
-    """The places of ``parameters``, each once.
-
-    Raises:
-        ConfigError: one has none.
-    """
+    """The places of ``parameters``, each once; ``ConfigError`` if one has none."""
     ids = list(dict.fromkeys(map(id, parameters)))
     if foreign := sum(param not in places for param in ids):
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any, ClassVar
@@ -51,6 +51,7 @@ class OptimizerHooks:
     torch has one hook for all models: it iterates over its hooks while other threads shard theirs.
 
     Args:
+        own_ids: of the model's parameters.
         before_update: a method, held weakly, called with ``_update_of`` an optimizer that steps.
         between_steps: a method, held weakly, that gives the model's buckets, or raises while a
             step is under way.
@@ -61,7 +62,7 @@ class OptimizerHooks:
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        own_ids: Container[int],
         before_update: Callable[[str], None],
         between_steps: Callable[[str], Sequence[Bucket]],
         comm: Comm,
@@ -70,8 +71,7 @@ class OptimizerHooks:
         self._between_steps = weakref.WeakMethod(between_steps)
         self._trained_by_others = trained_by_others
         self._comm, self._warns = weakref.proxy(comm), comm.size > 1 and comm.rank == 0
-        self._own_ids = {id(param) for param in params}
-        self._before_update = weakref.WeakMethod(before_update)
+        self._own_ids, self._before_update = own_ids, weakref.WeakMethod(before_update)
         #: In order of their first step.
         self._handles = weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]]()
         self._admitted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -79,7 +79,6 @@ class OptimizerHooks:
         self._of_models.append(weakref.ref(self, self._of_models.remove))
 
     def close(self) -> None:
-        """Remove all hooks."""
         self._of_models.remove(weakref.ref(self))
         for handle in chain.from_iterable(self._handles.values()):
             handle.remove()

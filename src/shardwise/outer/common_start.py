@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.machine.peer_connection import Message
 from shardwise.comm.protocol import Comm, Label
 from shardwise.memory.parameters import Bucket
+from shardwise.memory.whole import gather_parts
 from shardwise.torch_internals import disable_torch_function
 
 START, MOMENTUM = "outer_start", "outer_momentum"  # in the optimizer's state of a parameter
@@ -109,7 +110,7 @@ class CommonStart:
         rest, wholes = iter(parts), list[Tensor]()
         for bucket in self._buckets[unit]:
             of_bucket = [next(rest) for _ in bucket.params]
-            wholes += bucket.whole_of_parts(of_bucket, torch.float32)
+            wholes += gather_parts(bucket, of_bucket, torch.float32)
         return torch.cat([whole.reshape(-1).cpu() for whole in wholes])
 
     def parts(self, unit: str, whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:

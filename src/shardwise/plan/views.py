@@ -51,8 +51,3 @@ class Views:
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return the address at which each tensor's memory begins."""
     return list(map(Tensor.data_ptr, tensors))
-
-
-def shapes_of(tensors: Iterable[Tensor]) -> list[torch.Size]:
-    """The shape of each."""
-    return [tensor.shape for tensor in tensors]

@@ -60,19 +60,15 @@ class Backward:
         self._places: dict[int, tuple[UnitState, Bucket, int]] = {}  # by ``id`` of the parameter
 
     def install(self) -> None:
-        self._places = {
-            id(param): (state, bucket, index)
-            for state in self.runtime.units.values()
-            for bucket in state.buckets
-            if bucket.dtypes.stored.is_floating_point or bucket.trainable
-            for index, param in enumerate(bucket.params)
-        }
         # Weak: the garbage collector does not see what this kind of hook holds.
         hook = partial(_arrived, weakref.ref(self))
-        for bucket in dict.fromkeys(bucket for _, bucket, _ in self._places.values()):
+        pairs = [(state, b) for state in self.runtime.units.values() for b in state.buckets]
+        for state, bucket in pairs:
             arrivals = bucket.gradients.arrivals
             arrivals.tell = hook
-            for index, param in enumerate(bucket.params):
+            may_train = bucket.dtypes.stored.is_floating_point or bucket.trainable
+            for index, param in enumerate(bucket.params if may_train else ()):
+                self._places[id(param)] = state, bucket, index
                 handle, of_users = on_gradient(param, arrivals if index in arrivals.small else hook)
                 self._handles.append(handle)
                 self._of_users.append(of_users)
@@ -83,6 +79,7 @@ class Backward:
         self._handles.clear()
         self._of_users.clear()
         self._hook_before(False)
+        self._places.clear()
 
     # ---- begin and end ---------------------------------------------------------------------
 

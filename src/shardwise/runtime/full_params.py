@@ -14,6 +14,7 @@ from shardwise.errors import ShardUseError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient, put_grad
 from shardwise.memory.shard_tensor.use_errors import wrong_replacement
+from shardwise.memory.whole import gather_parts, gather_whole
 from shardwise.torch_internals import disable_torch_function, get_grad, get_version
 
 
@@ -21,7 +22,7 @@ from shardwise.torch_internals import disable_torch_function, get_grad, get_vers
 def full_params(buckets: Sequence[Bucket], ranks: Comm, writeback: bool) -> Iterator[None]:
     """Gather every parameter and its gradient inside the block, in the stored dtype."""
     by_bucket = [
-        [_Entry(bucket, index, whole) for index, whole in enumerate(bucket.whole())]
+        [_Entry(bucket, index, whole) for index, whole in enumerate(gather_whole(bucket))]
         for bucket in buckets
     ]
     entries = list(chain.from_iterable(by_bucket))
@@ -114,6 +115,6 @@ def _gather_gradients(by_bucket: Sequence[Sequence[_Entry]], ranks: Comm) -> Non
         with_gradient = [entry for entry in members if next(on_any_rank)]
         if not with_gradient:
             continue
-        wholes = members[0].bucket.whole_of_parts(of_bucket)
+        wholes = gather_parts(members[0].bucket, of_bucket)
         for entry in with_gradient:
             entry.gradient = wholes[entry.index].data  # with a version counter of its own

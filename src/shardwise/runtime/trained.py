@@ -64,12 +64,17 @@ class Trained:
             flags = [param.requires_grad for param in self.params]
         return flags if flags != self._flags else []
 
+    @property
+    def taken(self) -> list[str]:
+        """The updates since ranks were last asked, such as ``"1 × SGD.step() with lr 0.1"``."""
+        return [f"{n} × {text}" for text, n in sorted(self.updates.items())]
+
     def ask_used(self) -> Callable[[], list[bool]]:
         arrived: list[bool] = []
         for bucket in self.buckets:
             touched, n = bucket.gradients.touched, len(bucket.params)
             arrived += [True] * n if len(touched) == n else [index in touched for index in range(n)]
-        updates = "".join(f", after {n} × {text}" for text, n in sorted(self.updates.items()))
+        updates = "".join(f", after {update}" for update in self.taken)
         self.updates.clear()
         return ask_used(arrived, self._comm, updates)
 

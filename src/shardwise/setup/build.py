@@ -26,6 +26,7 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.adapter_order import check_adapters
 from shardwise.memory.shard_tensor.unseen_calls import intercept_calls
 from shardwise.memory.sharding import sharding_of
+from shardwise.memory.whole import gather_whole
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.spec import BucketSpec
 from shardwise.plan.units import wrap
@@ -223,7 +224,7 @@ def uncut(buckets: Iterable[Bucket]) -> None:
     """Make every parameter plain and whole again. A collective; gradients are dropped."""
     for bucket in buckets:
         bucket.gradients.drop()
-        for param, whole in zip(bucket.params, bucket.whole(), strict=True):
+        for param, whole in zip(bucket.params, gather_whole(bucket), strict=True):
             param.grad = None
             param.__class__ = nn.Parameter
             param.data = whole.clone()

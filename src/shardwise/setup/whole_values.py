@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.whole import gather_whole
 from shardwise.plan.units.structure import holds_parameters
 from shardwise.runtime.structure_check import StructureCheck
 from shardwise.torch_internals import ASSIGN, disable_torch_function, get_version, parameters_of
@@ -59,7 +60,7 @@ class StateHooks:
                 self._put(state, bucket, prefix, start)
 
     def _put(self, state: dict[str, Any], bucket: Bucket, prefix: str, start: str) -> None:
-        for member, whole in zip(bucket.members, bucket.whole(), strict=True):
+        for member, whole in zip(bucket.members, gather_whole(bucket), strict=True):
             keys = [prefix + a.removeprefix(start) for a in member.aliases if a.startswith(start)]
             if present := [key for key in keys if key in state]:
                 with torch.inference_mode(False):
@@ -106,7 +107,7 @@ def _part(value: Tensor, param: nn.Parameter, sharding: Sharding) -> Tensor:
 def whole_copy(model: nn.Module, buckets: Sequence[Bucket], memo: dict[int, Any]) -> nn.Module:
     """A plain deep copy with whole parameters of ``model``, which is without our hooks now."""
     for bucket in buckets:
-        for param, whole in zip(bucket.params, bucket.whole(), strict=True):
+        for param, whole in zip(bucket.params, gather_whole(bucket), strict=True):
             memo[id(param)] = nn.Parameter(whole.clone(), requires_grad=param.requires_grad)
     with torch.no_grad():
         return copy.deepcopy(model, memo)

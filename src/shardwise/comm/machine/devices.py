@@ -43,11 +43,7 @@ def device_count() -> int:
 
 
 def index_of(device: str | None) -> int | None:
-    """The index in ``"cuda:1"``, if there is one.
-
-    Raises:
-        ConfigError: it is not a number.
-    """
+    """The index in ``"cuda:1"``, if there is one; ``ConfigError`` if it is no number."""
     name, colon, index = (device or "").partition(":")
     if colon and not index.isdecimal():
         raise ConfigError(
@@ -115,11 +111,7 @@ def device_module(accelerator: Accelerator) -> Any:
 
 
 def imported(plugin: str) -> bool:
-    """Import ``plugin`` if its package is installed. Returns whether it is.
-
-    Raises:
-        ConfigError: it is installed, and its import fails.
-    """
+    """Import ``plugin``, if it is installed; ``ConfigError`` where that fails. Is it?"""
     if not _is_installed(plugin):
         return False
     try:
