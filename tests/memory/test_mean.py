@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.memory.kept_mean import KeptMean
+from shardwise.memory.mean import KeptMean
 from tests.fake import FakeComm
 
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
