@@ -22,7 +22,7 @@ def gather_whole(bucket: Bucket) -> list[Tensor]:
 def gather_parts(
     bucket: Bucket, parts: Sequence[Tensor | None], dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """For each parameter the whole of what ranks have one part of.
+    """Whole values, for each parameter, of what ranks have one part of.
 
     Args:
         parts: per parameter, in the shape of its shard; ``None`` counts as zeros.

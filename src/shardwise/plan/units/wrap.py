@@ -29,17 +29,7 @@ from shardwise.plan.units.structure import (
     trained_nbytes,
 )
 
-__all__ = [
-    "Group",
-    "Wrap",
-    "automatic",
-    "by_class",
-    "by_hand",
-    "by_size",
-    "called_modules",
-    "checked_groups",
-    "whole",
-]
+__all__ = ["Wrap", "automatic", "by_class", "by_hand", "by_size", "whole"]
 
 # Measured: benchmarks/RESULTS.md, "Small programs beside DDP".
 JOINED_NBYTES = 4 << 20  # of what is gathered for each use
