@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,4 +101,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its name, by which other processes find its functions.
+    import_module("tests.programs.__main__").main()
