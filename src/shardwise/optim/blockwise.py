@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.config.options import BLOCK, blocks
 from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
-from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.memory.sharding import sharding_of
 from shardwise.memory.whole import gather_parts
 
 SCALES = frozenset({"absmax1", "absmax2"})  # one for each block
@@ -91,11 +91,6 @@ def make_state(optimizer: Any, own: Iterable[nn.Parameter]) -> None:
             elif "absmax1" in state and "qmap1" not in state:  # it was loaded
                 tables = {key: optimizer.name2qmap[name] for key, name in TABLES.items()}
                 state.update({key: table.to(param.device) for key, table in tables.items()})
-
-
-def cut_scales(scales: Tensor, sharding: Sharding) -> Tensor:
-    """Cut this rank's scales out of those of the unsharded parameter."""
-    return scales[blocks(sharding.start) : blocks(sharding.stop)].clone()  # none of an empty part
 
 
 def whole_of_parts(

@@ -19,7 +19,7 @@ from shardwise.config.options import blocks
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.sharding import Sharding, sharding_of
-from shardwise.optim.blockwise import SCALES, cut_scales, whole_of_parts, without_tables
+from shardwise.optim.blockwise import SCALES, whole_of_parts, without_tables
 from shardwise.torch_internals import tree_leaves, tree_map, tree_map_only
 
 # 0-dim state that counts or schedules steps, and is no element's value.
@@ -47,7 +47,8 @@ def cut_state(optimizer: Optimizer, param: nn.Parameter, is_known: bool) -> str:
     for name, value in without_tables(state).items():
         if isinstance(value, Tensor) and name in SCALES:
             if value.numel() == blocks(sharding.shape.numel()):
-                state[name] = cut_scales(value, sharding)
+                start, stop = blocks(sharding.start), blocks(sharding.stop)
+                state[name] = value[start:stop].clone()  # none of an empty part
             continue
         cut = partial(_cut, name, param=param, sharding=sharding)
         state[name] = new = tree_map_only(Tensor, cut, value)
