@@ -86,12 +86,11 @@ class Saving:
         wrong = self._wrong or ("" if alive or self._ended else "its writer died")
         busy = PUBLISHING if self._has_left else BUSY
         mine = FAILED if wrong else busy if alive else DONE
-        flags = torch.zeros(self._comm.size, dtype=torch.uint8, device=self._comm.device)
-        flags[self._comm.rank] = mine
-        self._comm.all_gather(flags, Label("agree", "saving")).wait()
+        own = torch.tensor([mine], dtype=torch.uint8, device=self._comm.device)
+        flags = self._comm.gather_rows(own, Label("agree", "saving")).flatten().tolist()
         # Rank 0 publishes, and waits for the parts of the others before.
-        self._busy = [rank for rank, state in enumerate(flags.tolist()) if state == BUSY] or [0]
-        states = set(flags.tolist())
+        self._busy = [rank for rank, state in enumerate(flags) if state == BUSY] or [0]
+        states = set(flags)
         if FAILED in states:
             self._fail(wrong)
         if states == {DONE}:

@@ -60,9 +60,8 @@ def all_gather_object(comm: Comm, value: T, what: str) -> list[T]:
 
 def _all_gather_bytes(comm: Comm, data: bytes, width: int, what: str) -> list[bytes]:
     """Every rank's ``data``, padded to ``width``, by rank. A collective."""
-    rows = torch.zeros(comm.size, width, dtype=torch.uint8, device=comm.device)
-    rows[comm.rank, : len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    comm.all_gather(rows.view(-1), Label("gather", what)).wait()
+    padded = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+    rows = comm.gather_rows(padded.to(comm.device), Label("gather", what))
     return [row.tobytes() for row in rows.cpu().numpy()]
 
 

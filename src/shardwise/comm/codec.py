@@ -74,9 +74,9 @@ def _in_blocks(rows: Tensor) -> Tensor:
     return F.pad(rows.float(), (0, -numel % BLOCK)).view(count, -(-numel // BLOCK), BLOCK)
 
 
-def codec_of(dtype: torch.dtype | None) -> Codec | None:
+def codec_of(dtype: torch.dtype) -> Codec | None:
     """The codec of a dtype that is sent in blocks; ``None`` for others."""
-    return Codec(dtype) if dtype is not None and dtype in QUANTISED else None
+    return Codec(dtype) if dtype in QUANTISED else None
 
 
 def wire_nbytes(dtype: torch.dtype, numel: int, pieces: int) -> int:
