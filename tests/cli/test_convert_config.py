@@ -98,6 +98,38 @@ def test_what_cannot_be_followed_writes_nothing(
     assert "nearest is 'accelerate'" in convert(capsys, here, "c.yaml", "--to", "acelerate", code=1)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"zero_optimization": {"stage": 1}, "gradient_clipping": -1}', "optimizer.clip is -1"),
+        ("distributed_type: FSDP\nnum_machines: 0\n", "launch.nodes is 0"),
+        ("[" * 2000 + "]" * 2000, "is neither JSON nor YAML, or is nested too deeply."),
+        ('a: b\nc = "d"\n', "c.yaml:3 is neither JSON nor YAML, or is nested too deeply: could"),
+        ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {a: 2}\n", "is another engine"),
+    ],
+)
+def test_what_a_recipe_would_refuse_is_not_written(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    (here / "c.yaml").write_text(text, "utf-8")
+    assert says in convert(capsys, here, "c.yaml", code=1)
+    assert not (here / "c.recipe.yaml").exists()
+
+
+def test_deepspeed_in_accelerates_file_is_read_and_its_own_json_is_json(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"zero_stage": 2, "offload_optimizer_device": "cpu", "gradient_clipping": "auto"}
+    text = yaml.safe_dump({"distributed_type": "DEEPSPEED", "deepspeed_config": keys})
+    (here / "c.yaml").write_text(text, "utf-8")
+    convert(capsys, here, "c.yaml")
+    sharding = read_recipe(here / "c.recipe.yaml").sharding
+    assert (sharding.strategy, sharding.offload) == ("shard_grad_op", "optimizer")
+    convert(capsys, here, "c.yaml", "--to", "deepspeed")
+    written = json.loads((here / "c.deepspeed.json").read_text("utf-8"))
+    assert written["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
 def test_the_first_documents_command_is_a_recipe(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

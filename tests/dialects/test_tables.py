@@ -220,3 +220,10 @@ def test_each_field_has_a_place_here_or_is_always_so() -> None:
     ours = DIALECTS["recipe"]
     placed = {row.field for row in ours.rows} | {outside.key for outside in ours.outsiders}
     assert {item.name for item in fields(Policy)} - placed == set()
+
+
+def test_betas_that_trainer_fills_in_are_no_letters() -> None:
+    tree = {"zero_optimization": {"stage": 3}, "optimizer": {"params": {"betas": "auto"}}}
+    report = read(tree, "deepspeed")
+    assert report.policy.betas is None
+    assert report.entries[1].text == "Trainer fills it in; set optimizer.betas"

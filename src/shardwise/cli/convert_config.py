@@ -16,13 +16,18 @@ from typing import Any
 
 import click
 import yaml
+from pydantic import ValidationError
 
 from shardwise.cli.format_names import escape
 from shardwise.cli.tables import table, terminal_width
 from shardwise.dialects import DIALECTS, Policy, Report, is_of_trainer, read, write
 from shardwise.dialects.settings import Setting, of_command, of_program
 from shardwise.errors import ConfigError, nearest
+from shardwise.recipe.errors import ValueOrigins, error_messages
+from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shipped import check_suffix
+
+JSON = ("deepspeed", "fsdp_config")  # dialects whose readers take nothing else
 
 
 def run_convert_config(
@@ -50,7 +55,7 @@ def run_convert_config(
         if name not in DIALECTS:
             near = nearest(name, DIALECTS)[0]
             raise ConfigError(f"there is no dialect {name!r}; nearest is {near!r}.")
-    suffix = {"fsdp_config": ".json", "environment": ".env"}.get(to, ".yaml")
+    suffix = ".json" if to in JSON else {"environment": ".env"}.get(to, ".yaml")
     output = output or Path(f"{path.stem}.{to}{suffix}")
     if to == "recipe":
         check_suffix(output)
@@ -66,6 +71,7 @@ def run_convert_config(
     if report.dialect.name == "script" and not is_of_trainer(report.dialect, tree):
         click.echo(f"note      {_LOOP}")
     if to == "recipe":
+        _check_values(report)
         text = "".join(_recipe(report, path, output))
     else:
         written = write(report.policy, to)
@@ -99,7 +105,7 @@ _INDENT: dict[str, Any] = {"subsequent_indent": f"{'':<17}", "break_on_hyphens":
 
 
 def _dump(tree: dict[str, Any], dialect: str) -> str:
-    if dialect == "fsdp_config":
+    if dialect in JSON:
         return json.dumps(tree, indent=2) + "\n"
     if dialect == "environment":
         return "".join(f"{name}={value}\n" for name, value in tree.items())
@@ -188,8 +194,13 @@ def tree_of(path: Path, text: str) -> dict[str, Any]:
     """Parse JSON, YAML, or lines ``NAME=value``."""
     try:
         tree = yaml.safe_load(text)  # JSON, too
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        place = f"{path}:{mark.line + 1}" if mark else f"{path}"
+        why = error.problem if isinstance(error, yaml.MarkedYAMLError) else ""
+        raise ConfigError(
+            f"{place} is neither JSON nor YAML, or is nested too deeply{f': {why}' if why else ''}."
+        ) from None
     if isinstance(tree, dict):
         return tree
     lines = (line.strip().removeprefix("export ") for line in text.splitlines())
@@ -214,6 +225,17 @@ def _recipe(report: Report, source: Path, output: Path) -> Iterator[str]:
     yield yaml.safe_dump(tree, sort_keys=False)
 
 
+def _check_values(report: Report) -> None:
+    """Raises ``ConfigError`` for values that a recipe refuses; one to be filled in is refused."""
+    if any(entry.status == "fill in" for entry in report.entries):
+        return
+    try:
+        Recipe.model_validate(recipe_of(report)[0])
+    except ValidationError as error:
+        wrong = error_messages(error, ValueOrigins("the recipe", {}, {}))
+        raise ConfigError("\n".join([*wrong, "Nothing is written."])) from None
+
+
 def recipe_of(report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a recipe has, with the ranks of one machine, and the rest by place."""
     tree, elsewhere = report.places()
@@ -225,5 +247,5 @@ def recipe_of(report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
 def _launch(policy: Policy, recipe: Path) -> str:
     """The command that starts as many ranks on as many machines."""
     if (policy.machines or 1) == 1:
-        return f"shardwise train {recipe}"
-    return f"shardwise launch {recipe}"
+        return f"shardwise train {shlex.quote(str(recipe))}"
+    return f"shardwise launch {shlex.quote(str(recipe))}"

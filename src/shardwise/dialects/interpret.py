@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from shardwise.dialects.keys import flatten, nest
 from shardwise.dialects.policy import FILL_IN, Policy
 from shardwise.dialects.rows import DIALECTS, Dialect, Outside, Row
 from shardwise.dialects.settings import Expression
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import keys
 
 _OURS = DIALECTS["recipe"]
@@ -104,13 +105,16 @@ def guess(tree: Any) -> Dialect:
     Raises:
         ConfigError: none knows any of them.
     """
-    known = {
-        name: sum(key in dialect.by_key for key, _ in flatten(tree, dialect.words))
-        for name, dialect in DIALECTS.items()
-        if not dialect.call
-    }
+    known = {}  # keys that are read, and those of which it is said why they are not
+    for name, dialect in DIALECTS.items():
+        if not dialect.call:
+            given = [key for key, _ in flatten(tree, dialect.words)]
+            read_ones = sum(key in dialect.by_key for key in given)
+            patterns = [outside.key for outside in dialect.outsiders if outside.key != "*"]
+            told = sum(any(fnmatchcase(key, pattern) for pattern in patterns) for key in given)
+            known[name] = read_ones, told
     best = max(known, key=lambda name: known[name])
-    if not known[best]:
+    if not any(known[best]):
         first = ", ".join(key for key, _ in list(flatten(tree))[:6])
         raise ConfigError(f"none of {', '.join(known)} has any of the keys {first}.")
     return DIALECTS[best]
@@ -186,8 +190,9 @@ def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
     if outside:
         return _outside(key, raw, raw, outside)
     others = (outside.key for outside in dialect.outsiders if "*" not in outside.key)
-    name = nearest(key, [*dialect.by_key, *others], limit=1)[0]
-    return Entry(key, raw, "ignored", f"there is no such key; did you mean {name}?")
+    near = get_close_matches(key, [*dialect.by_key, *others], 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return Entry(key, raw, "ignored", f"there is no such key{hint}")
 
 
 def _in_data_set(matches: Mapping[str, _Match | Entry]) -> dict[str, _Match]:
@@ -362,7 +367,9 @@ def write(policy: Policy, dialect: str) -> Written:
     """
     policy = policy.settled()
     version = policy.fsdp_version or (2 if policy.replicate or policy.shard else 1)
-    flat = dict(_flat(replace(policy, fsdp_version=version), DIALECTS[dialect], version))
+    # One dialect says apart what is offloaded of the optimizer's.
+    said = replace(policy, fsdp_version=version, offload_state=policy.offload)
+    flat = dict(_flat(said, DIALECTS[dialect], version))
     tree = nest({**DIALECTS[dialect].constants, **flat})
     back = read(tree, dialect).policy
     both = ((f.name, getattr(policy, f.name), getattr(back, f.name)) for f in fields(policy))

@@ -172,7 +172,7 @@ _CONVERTERS = {
     "names": Converter(_names, ",".join),
     "list": Converter(_names, list),
     "pair": Converter(lambda value: tuple(map(_whole, value))),
-    "list_of": Converter(tuple, list),
+    "list_of": Converter(lambda value: tuple(map(_number, value)), list),
     "strategy": _choice({name.upper(): name for name in _FIVE} | dict(enumerate(_FIVE, 1))),
     "ours": _choice({name: name for name in (*_FIVE, "zero1", "hybrid_full")}),
     "reshard": _choice({True: "full_shard", False: "shard_grad_op"})._replace(write=_as_reshard),
