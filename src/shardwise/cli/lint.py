@@ -7,23 +7,30 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.format_names import escape
+from shardwise.cli.format_names import escape, escape_lines
 from shardwise.dialects.lint import DEFECTS, lint
+from shardwise.errors import ConfigError
 from shardwise.train.records import plural
 
 
 def run_lint(paths: Sequence[Path]) -> int:
-    """Print the findings of each file; returns the exit status, 1 if there is any."""
-    count = 0
+    """Print the findings of each file; returns the exit status, 1 if one has any or is not read."""
+    count = unread = 0
     for path in paths:
-        for finding in lint(path):
+        try:
+            findings = list(lint(path))
+        except ConfigError as error:  # the others may have defects
+            click.echo(f"error: {escape_lines(str(error))}", err=True)
+            unread += 1
+            continue
+        for finding in findings:
             count += 1
             click.echo(f"{escape(path)}:{finding.line}: {finding.defect} {finding.fact}")
             click.echo(f"    fix: {finding.fix}")
     rules = sum("why_not" not in row for row in DEFECTS.values())
-    amounts = plural(count, "defect"), plural(rules, "rule"), plural(len(paths), "file")
-    click.echo(", ".join(amounts))
-    return int(count > 0)
+    amounts = plural(count, "defect"), plural(rules, "rule"), plural(len(paths) - unread, "file")
+    click.echo(", ".join([*amounts, *[f"{unread} not read"] * bool(unread)]))
+    return int(count + unread > 0)
 
 
 def run_rules() -> None:

@@ -160,9 +160,9 @@ def test_the_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_file_that_is_not_what_it_is_called_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a\.py cannot be read as its suffix says: '\(' was"):
+    with pytest.raises(ConfigError, match=r"a\.py:1 cannot be read as its suffix says: '\(' was"):
         lint(written(tmp_path, "a.py", "print("))
-    with pytest.raises(ConfigError, match=r"a\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"a\.json:2 cannot be read"):
         lint(written(tmp_path, "a.json", "{"))
 
 

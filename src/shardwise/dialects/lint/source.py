@@ -55,8 +55,8 @@ class Source:
             else:
                 settings = of_command(text)
             keys = tuple(settings)
-        except (SyntaxError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path} cannot be read as its suffix says: {error}") from None
+        except (SyntaxError, ValueError, yaml.YAMLError, RecursionError) as error:
+            raise ConfigError(f"{path}{_where_and_why(error)}, so it is not checked.") from None
         as_lines = ((setting.line, f"{setting.key} = {_words(setting)}") for setting in keys)
         return cls(keys, (*as_lines, *lines), tree)
 
@@ -72,6 +72,18 @@ class Source:
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[Any]:
         """The program's nodes of these kinds."""
         return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+
+
+def _where_and_why(error: Exception) -> str:
+    """``":3 cannot be read as its suffix says: …"``, in one line."""
+    line, why = None, str(error)
+    if isinstance(error, SyntaxError):
+        line, why = error.lineno, error.msg
+    elif isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        line, why = error.problem_mark.line + 1, str(error.problem)
+    elif isinstance(error, RecursionError):
+        why = "it is nested too deeply"
+    return f"{f':{line}' if line else ''} cannot be read as its suffix says: {why}"
 
 
 def _statements(tree: ast.Module) -> Iterator[tuple[int, str]]:
