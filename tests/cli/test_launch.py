@@ -143,6 +143,52 @@ def test_a_job_has_a_name_that_launchers_take(
     assert "--job-name=r-ci-pe\n" in text or "\n  r-ci-pe.yaml: " in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("--output", "x.sh"), "--output"),
+        (("--node-rank", "1"), "--node-rank"),
+        (("--image", "x"), "--image"),
+        (("--slurm", "--start"), "--start"),
+        (("--ray", "--accelerator", "A100"), "--accelerator"),
+    ],
+)
+def test_an_option_of_another_launcher_is_refused(
+    capsys: pytest.CaptureFixture[str], here: Path, arguments: tuple[str, ...], option: str
+) -> None:
+    assert f"error: {option} changes nothing" in said(capsys, "my.yaml", *arguments, code=1)
+    assert [path.name for path in here.iterdir()] == ["my.yaml"]
+
+
+def test_the_line_for_every_node_has_the_interface(capsys: pytest.CaptureFixture[str]) -> None:
+    line = next(
+        line
+        for line in said(capsys, "my.yaml", "--interface", "eth1").splitlines()
+        if "--start" in line
+    )
+    assert "--interface=eth1" in line
+
+
+def test_one_node_is_started_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def become(_: str, words: list[str], __: object) -> None:
+        raise Became(words)
+
+    monkeypatch.setattr(os, "execvpe", become)
+    with pytest.raises(Became) as caught:
+        main(["launch", "my.yaml", "--nodes", "1", "--start"])
+    assert caught.value.args[0][-3:] == ["train", "my.yaml", "--nproc=4"]
+
+
+def test_a_node_rank_beyond_the_nodes_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a")
+    text = said(capsys, "my.yaml", "--start", "--node-rank", "2", code=1)
+    assert "--node-rank is 2, and the 2 nodes are numbered from 0 to 1." in text
+
+
 def test_two_launchers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "my.yaml", "--slurm", "--mpi", code=2)
     assert "--slurm and --mpi exclude each other" in text

@@ -25,3 +25,9 @@ def test_every_wrong_line_is_named() -> None:
 def test_a_file_without_hosts() -> None:
     with pytest.raises(ConfigError, match="hosts names no host; write a line HOST slots=N"):
         parse_hosts("# none\n", "hosts")
+
+
+def test_a_file_of_another_kind_is_told_in_a_few_lines() -> None:
+    with pytest.raises(ConfigError, match=r"So are 97 more lines\.$") as caught:
+        parse_hosts("no host at all\n" * 100, "hosts")
+    assert len(str(caught.value).splitlines()) == 4

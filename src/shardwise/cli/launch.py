@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import click
@@ -36,13 +36,36 @@ from shardwise.recipe.shipped import path_of
 class LaunchOptions:
     """The options of ``shardwise launch`` that a recipe does not have."""
 
-    host_file: Path | None
-    node_rank: int | None
-    start: bool
-    output: Path | None
-    overwrite: bool
-    image: str
-    accelerator: str
+    host_file: Path | None = None
+    node_rank: int | None = None
+    start: bool = False
+    output: Path | None = None
+    overwrite: bool = False
+    image: str = "shardwise"
+    accelerator: str = "H100"
+
+    def refuse_unused(self, by: str) -> None:
+        """Raises ``ConfigError`` for an option that changes nothing where ``by`` starts ranks."""
+        given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
+        unused = sorted(given - {"host_file", *_USES[by]})
+        if by == "torchrun" and "node_rank" in given and not self.start:
+            unused = ["node_rank"]
+        if unused:
+            raise ConfigError(
+                f"--{unused[0].replace('_', '-')} changes nothing of what {by} is told here. Leave "
+                "it out, or pass the option that it belongs to: --help names it."
+            )
+
+
+_FILE = ("output", "overwrite")
+_USES = {  # options by what starts the ranks
+    "torchrun": ("start", "node_rank"),
+    "slurm": _FILE,
+    "mpi": (),
+    "ray": _FILE,
+    "k8s": (*_FILE, "image"),
+    "sky": (*_FILE, "accelerator"),
+}
 
 
 def run_launch(arguments: Sequence[str], given: dict[str, object], options: LaunchOptions) -> None:
@@ -56,6 +79,7 @@ def run_launch(arguments: Sequence[str], given: dict[str, object], options: Laun
     file = options.host_file
     hosts = parse_hosts(file.read_text("utf-8", "replace"), str(file)) if file else ()
     config = _config(recipe.launch, given, hosts)
+    options.refuse_unused(config.by)
     plan = _plan(recipe, tuple(arguments), config)
     if note := preset(os.environ):
         click.echo(f"note      {note}")
@@ -138,6 +162,8 @@ def _devices(device: str) -> int:
 def _torchrun(plan: LaunchPlan, options: LaunchOptions) -> None:
     if plan.nodes == 1:
         words = [f"--nproc={plan.nproc}"] + [f"--restarts={plan.restarts}"] * (plan.restarts > 0)
+        if options.start:
+            _become([sys.executable, "-m", "shardwise.cli", "train", *plan.arguments, *words], {})
         click.echo(f"one node  {shell('shardwise', 'train', *plan.arguments, *words)}")
         return
     interface = next(iter(plan.variables.values()), "")  # the one that was asked for
@@ -181,6 +207,8 @@ def _same_line(plan: LaunchPlan) -> str:
     options = [f"--nodes={plan.nodes}", f"--nproc={plan.nproc}", f"--address={plan.address}"]
     options += [f"--port={plan.port}", f"--restarts={plan.restarts}"]
     options += [f"--hosts={','.join(plan.hosts)}"] * bool(plan.hosts)
+    if interface := plan.variables.get(row("cpu").socket_interface):
+        options.append(f"--interface={interface}")
     options += ["--node-rank=$NODE_RANK"] * (plan.nodes > 2 and not plan.hosts)
     line = shell("shardwise", "launch", *plan.arguments, **{RUN_TOKEN: plan.token})
     return f"{line} {' '.join(options)} --start"
@@ -192,6 +220,11 @@ def _start_node(plan: LaunchPlan, rank: int | None) -> None:
         raise ConfigError(
             f"{RUN_TOKEN} is not set, so this node would have another token than the others. "
             "Run the same command without --start: it prints the line with the token."
+        )
+    if rank is not None and rank >= plan.nodes:
+        raise ConfigError(
+            f"--node-rank is {rank}, and the {plan.nodes} nodes are numbered from 0 to "
+            f"{plan.nodes - 1}."
         )
     if rank is None:
         own = {one.address for one in interfaces()} | {platform.node()}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardwise.errors import ConfigError
 
+MOST = 3  # problems that are told one by one
 _LINE = re.compile(r"(?P<name>[^\s=#]+)(\s+slots\s*=\s*(?P<slots>\d+))?")
 
 
@@ -41,5 +42,6 @@ def parse_hosts(text: str, path: str) -> tuple[Host, ...]:
     if not (hosts or problems):
         problems.append(f"{path} names no host; write a line HOST slots=N for each.")
     if problems:
-        raise ConfigError("\n".join(problems))
+        more = [f"So are {len(problems) - MOST:,} more lines."] * (len(problems) > MOST)
+        raise ConfigError("\n".join([*problems[:MOST], *more]))
     return tuple(hosts)
