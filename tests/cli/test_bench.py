@@ -70,3 +70,12 @@ def test_an_engine_is_measured_and_planned(nproc: int, tmp_path: Path) -> None:
     assert row["planned_milliseconds"] > 0
     assert row["mfu"] == pytest.approx(row["flops_per_second"] / 1e11)
     assert picture.stat().st_size > 1000
+
+
+@forked
+def test_what_every_rank_refuses_is_said_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardwise.cli", "bench", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("names no model") == 1
+    assert not done.stdout

@@ -67,6 +67,18 @@ def test_a_node_rank_beyond_the_nodes_is_named(capsys: pytest.CaptureFixture[str
     assert "--node-rank 5 is none of 2 nodes (--nnodes)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [("--nnodes", "2"), ("--recipe", "demo"), ("--nodes", "--conformance")]
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *arguments])
+    assert caught.value.code == 2
+    assert " of --nodes; " in capsys.readouterr().err
+
+
 def test_conformance_prints_a_line_for_each_check_and_writes_a_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -128,3 +128,18 @@ def test_columns_show_what_differs_and_fold_what_does_not() -> None:
     rows = list(side_by_side([*same, "a", "only"], [*same, "b"]))
     assert rows[3] == "    … 6 lines are equal"
     assert [row.split() for row in rows[-2:]] == [["a", "|", "b"], ["only", "<"]]
+
+
+def test_ranks_that_are_not_the_meshs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", "--strategy", "hybrid_shard", "--mesh", "2", "2", "--world", "8"])
+    assert "for 4 ranks, and there are 8" in capsys.readouterr().err
+
+
+def test_two_strategies_take_neither_a_third_nor_a_stage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option in (("--strategy", "zero1"), ("--stage", "functional")):
+        with pytest.raises(SystemExit):
+            main(["trace", "--diff", "full_shard", "zero1", *option])
+        assert f"{option[0]} and --diff exclude each other" in capsys.readouterr().err

@@ -52,8 +52,8 @@ MESH = click.option("--mesh", nargs=2, type=COUNT, metavar="COPIES RANKS", help=
 
 @click.command("trace", short_help="Show one step as a program.")
 @click.argument("model", required=False)
-@click.option("--strategy", default="full_shard", show_default=True, help="As for shard().")
-@click.option("--world", type=COUNT, default=2, show_default=True, help="Ranks.")
+@click.option("--strategy", help="As for shard().  [default: full_shard]")
+@click.option("--world", type=COUNT, help="Ranks.  [default: the mesh's, or 2]")
 @MESH
 @click.option("--rank", type=NUMBER, default=0, show_default=True, help="Whose.")
 @click.option("--stage", help="Show this stage, such as functional or 'sort waits'.")
@@ -80,6 +80,9 @@ def trace(model: str | None, **options: Any) -> None:
     """
     from shardwise.cli.trace import run_trace
 
+    for other in ("strategy", "stage"):
+        if options["diff"] and options[other]:
+            raise click.UsageError(f"--{other} and --diff exclude each other; pass one.")
     run_trace(model, **options)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from shardwise.cli.options import COUNT, FILE, NUMBER
 
@@ -64,8 +65,17 @@ def doctor(nodes: bool, output: Path | None, **options: Any) -> None:
     \b
     Exit status: 0 if all is well; 1 if something is missing, or a check did not pass.
     """
+    given = click.get_current_context().get_parameter_source
     keys = ("nnodes", "node_rank", "master", "folder", "timeout", "recipe")
     of_nodes = {key: options.pop(key) for key in keys}
+    others = ("conformance", "device", "nproc") if nodes else keys
+    for key in others:
+        if given(key) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                f"--{key.replace('_', '-')} is not of --nodes; leave one of them out."
+                if nodes
+                else f"--{key.replace('_', '-')} is of --nodes; pass that, too."
+            )
     if nodes:
         from shardwise.cli.doctor_nodes import NodesOptions, run_doctor_nodes
 

@@ -69,8 +69,8 @@ def named_model(name: str | None) -> Named:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"{name} gave a {type(model).__name__}, and not a module. Return an nn.Module, or a "
-            "module and its input: return model, torch.randn(8, 64)."
+            f"{name} gave a value of type {type(model).__name__}, and not a module. "
+            "Return an nn.Module, or a module and its input: return model, torch.randn(8, 64)."
         )
     return Named(model, inputs)
 
@@ -107,6 +107,9 @@ def _hugging_face(folder: Path) -> Named:
     return Named(model, FOR_TRANSFORMERS)
 
 
+_BELOW_MAIN = ' Put training code below `if __name__ == "__main__":`, which does not run here.'
+
+
 @contextmanager
 def _as_its_own_program(place: str) -> Iterator[None]:
     """The user's code finds its neighbours, and no arguments but its own name.
@@ -130,9 +133,10 @@ def _as_its_own_program(place: str) -> Iterator[None]:
         frames = extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename.startswith(folder)]
         line = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+        is_its_own = isinstance(error, (SyntaxError, ImportError, TypeError))
+        advice = "" if is_its_own else _BELOW_MAIN
         raise ConfigError(
-            f"{place} ended with {type(error).__name__}, so it gives no model: {line}{why}. Put "
-            'training code below `if __name__ == "__main__":`, which does not run here.'
+            f"{place} ended with {type(error).__name__}, so it gives no model: {line}{why}.{advice}"
         ) from error
     finally:
         sys.path[:], sys.argv = path, argv

@@ -125,7 +125,8 @@ def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Pa
     else:
         click.echo(str(verdict))
         if why is not None:
-            click.echo("\n" + "\n".join(verdict.best.memory.why()))
+            beside = "the same peak in units of 1,024, without context and communicators:"
+            click.echo("\n".join(["", beside, *verdict.best.memory.why()]))
     return verdict.exit_code
 
 

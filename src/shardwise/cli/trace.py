@@ -24,27 +24,24 @@ FOLDED = 3  # equal lines that are shown around a difference
 def run_trace(
     model: str | None,
     *,
-    strategy: str,
-    world: int,
+    strategy: str | None,
+    world: int | None,
     rank: int,
     stage: str | None,
     diff: tuple[str, str] | None,
     mesh: tuple[int, int] | None,
 ) -> None:
-    """Print a stage's program (``None``: what runs), or those of two strategies side by side.
-
-    With a hybrid's ``mesh`` the world is its product.
-    """
+    """Print a stage's program (``None``: what runs), or those of two strategies side by side."""
     named = named_model(model)
     if named.inputs is None:
         raise ConfigError(
             f"{model} returns no input, so there is nothing to trace. Return both: return model, "
             "torch.randn(8, 64)."
         )
-    ranks = rank, prod(mesh) if mesh else world
+    ranks = rank, world or prod(mesh or (2,))
     traces = [
         trace(named.model, named.inputs, name, ranks, mesh=mesh_of(name, mesh) if diff else mesh)
-        for name in diff or (strategy,)
+        for name in diff or (strategy or "full_shard",)
     ]
     click.echo("\n".join(_compared(*traces) if diff else _programs(traces[0], stage)))
 

@@ -260,7 +260,9 @@ def _seconds(seconds: float) -> str:
 def _duration(days: float) -> str:
     if days >= 2:
         return f"{days:,.1f} days"
-    return f"{days * 24:,.1f} hours" if days * 24 >= 2 else f"{days * 1440:,.0f} minutes"
+    if days * 24 >= 2:
+        return f"{days * 24:,.1f} hours"
+    return f"{days * 1440:,.0f} minutes" if days * 1440 >= 2 else _seconds(days * DAY)
 
 
 def _count(number: int) -> str:
