@@ -156,14 +156,14 @@ def test_a_job_has_a_name_that_launchers_take(
 def test_an_option_of_another_launcher_is_refused(
     capsys: pytest.CaptureFixture[str], here: Path, arguments: tuple[str, ...], option: str
 ) -> None:
-    assert f"error: {option} changes nothing" in said(capsys, "my.yaml", *arguments, code=1)
+    assert f"error: {option} changes nothing" in output(capsys, "my.yaml", *arguments, code=1)
     assert [path.name for path in here.iterdir()] == ["my.yaml"]
 
 
 def test_the_line_for_every_node_has_the_interface(capsys: pytest.CaptureFixture[str]) -> None:
     line = next(
         line
-        for line in said(capsys, "my.yaml", "--interface", "eth1").splitlines()
+        for line in output(capsys, "my.yaml", "--interface", "eth1").splitlines()
         if "--start" in line
     )
     assert "--interface=eth1" in line
@@ -185,7 +185,7 @@ def test_a_node_rank_beyond_the_nodes_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a")
-    text = said(capsys, "my.yaml", "--start", "--node-rank", "2", code=1)
+    text = output(capsys, "my.yaml", "--start", "--node-rank", "2", code=1)
     assert "--node-rank is 2, and the 2 nodes are numbered from 0 to 1." in text
 
 

@@ -111,8 +111,8 @@ def guess(tree: Any) -> Dialect:
             given = [key for key, _ in flatten(tree, dialect.words)]
             read_ones = sum(key in dialect.by_key for key in given)
             patterns = [outside.key for outside in dialect.outsiders if outside.key != "*"]
-            told = sum(any(fnmatchcase(key, pattern) for pattern in patterns) for key in given)
-            known[name] = read_ones, told
+            explained = sum(any(fnmatchcase(key, pattern) for pattern in patterns) for key in given)
+            known[name] = read_ones, explained
     best = max(known, key=lambda name: known[name])
     if not any(known[best]):
         first = ", ".join(key for key, _ in list(flatten(tree))[:6])
@@ -367,9 +367,9 @@ def write(policy: Policy, dialect: str) -> Written:
     """
     policy = policy.settled()
     version = policy.fsdp_version or (2 if policy.replicate or policy.shard else 1)
-    # One dialect says apart what is offloaded of the optimizer's.
-    said = replace(policy, fsdp_version=version, offload_state=policy.offload)
-    flat = dict(_flat(said, DIALECTS[dialect], version))
+    # DeepSpeed has a key of its own for the optimizer's state.
+    complete = replace(policy, fsdp_version=version, offload_state=policy.offload)
+    flat = dict(_flat(complete, DIALECTS[dialect], version))
     tree = nest({**DIALECTS[dialect].constants, **flat})
     back = read(tree, dialect).policy
     both = ((f.name, getattr(policy, f.name), getattr(back, f.name)) for f in fields(policy))
