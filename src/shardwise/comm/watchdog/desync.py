@@ -136,8 +136,9 @@ def rank_died(rank: int, waiting: Mapping[int, Collective]) -> str:
 
 def timed_out(ranks: Sequence[int], seconds: float, waiting: Mapping[int, Collective]) -> str:
     """``ranks`` have not issued the collective within ``seconds``."""
-    verb, none = "has" if len(ranks) == 1 else "have", "every rank arrived, but no data did"
-    subject = f"{format_ranks(ranks)} {verb} not come" if ranks else none
+    subject = "every rank arrived, but no data did"
+    if ranks:
+        subject = f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not come"
     return (
         f"{subject} within {seconds:,.0f} s while {_waiting(waiting)}. {UNUSABLE} Look at the "
         "stacks of the processes (py-spy dump --pid …), or give the slow part more time: "

@@ -78,14 +78,15 @@ class Watchdog:
         self.failure = ""  # why the group has failed
         #: Is the connection to a rank closed? For a backend that knows.
         self.is_closed: Callable[[int], bool] = lambda _: False
-        self._store, self._rank, self.size, self._interrupt = store, rank, size, interrupt
+        self._store, self._interrupt = store, interrupt
+        self._rank, self.size = rank, size
         self._timeout, self._where, self._failed_before = timeout, where, failure
         self._recent: deque[Collective] = deque(maxlen=HISTORY)
         self._issued = 0
         self._heartbeats, self._next_beat = Heartbeats(store, rank), 0.0
         self._greetings = itertools.count(-HISTORY)  # numbers of what comes before collectives
-        # The stack of the caller's thread has the user's program.
-        self._caller, self._stop = threading.get_ident(), threading.Event()
+        self._caller = threading.get_ident()  # whose stack has the user's program
+        self._stop = threading.Event()
         self._waits, self._silence = WaitsInCpp(), 0.0  # of the store, in seconds
         self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
@@ -281,8 +282,10 @@ class Watchdog:
         ended = {rank: one for rank, one in progress.items() if one.ended}
         if not reason and (gone := self._unreachable(ended, waits.peer)) is not None:
             reason = self._why_gone(gone, ended, collective)
-        late = desync.missing_ranks(progress, self.size, collective)
-        missing = late if waits.peer is None else [waits.peer]
+        if waits.peer is None:
+            missing = desync.missing_ranks(progress, self.size, collective)
+        else:
+            missing = [waits.peer]
         if not reason and age > self._timeout:
             reason = desync.timed_out(missing, age, {self._rank: collective})
             reason += desync.look_at({self._rank: user_call(self._caller)})
