@@ -680,6 +680,19 @@ def test_so_is_a_group_that_one_rank_adds_later() -> None:
         assert "SGD group of temperature: rank 0: 1; rank 1: 0" in text
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_so_are_settings_of_a_group_that_differ(strategy: str) -> None:
+    def rank(comm: Comm, model: nn.Module) -> str:
+        sw.shard(model, strategy, comm=comm)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1 * comm.rank)
+        train(model, ODD.batch(0, 2))
+        return error_text(sw.RanksDisagree, optimizer.step)
+
+    for text in on_ranks(2, ODD.build, rank):
+        assert "AdamW weight_decay of group 0: rank 0: 0.0; rank 1: 0.1" in text
+        assert "betas" not in text
+
+
 class TwoMomentums(Signed):
     """State of an elementwise optimizer that is one tensor for both, as AdEMAMix's may be."""
 

@@ -199,6 +199,9 @@ class OptimizerHooks:
         misfits = [text for p in params if (text := cut_state(optimizer, p, is_known))]
         # Groups may be chosen by the shapes of one rank's shards, and state may fit on some only.
         facts = {f"{name} group of {p.sharding.name}": str(n) for p, n in params.items()}
+        for n in {*params.values()}:
+            numbers = _numbers_of(optimizer.param_groups[n]).items()
+            facts |= {f"{name} {key} of group {n}": str(value) for key, value in numbers}
         self._comm.agree(facts | {f"state of {name}": "".join(misfits[:1]).partition(OF_RANK)[0]})
         if misfits:
             raise OptimizerError(misfits[0])
@@ -220,6 +223,12 @@ def _update_of(optimizer: Optimizer) -> str:
     known = [r for r in rates if isinstance(r, int | float) or (isinstance(r, Tensor) and r.is_cpu)]
     texts = dict.fromkeys(f"{float(rate):.6g}" for rate in known)
     return f"{type(optimizer).__name__}.step() with lr {', '.join(texts)}"
+
+
+def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group but for its rates, which ``_update_of`` has for each step."""
+    kinds = (float, int, tuple)
+    return {k: v for k, v in group.items() if isinstance(v, kinds) and "lr" not in k}
 
 
 def _has_no_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> bool:
