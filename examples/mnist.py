@@ -103,16 +103,16 @@ def read_digits():
 def prepare(folder, rank):
     """Both data sets. Rank 0 reads and converts them once; the others wait, and map its files."""
     place = find_mnist(folder)
-    kept = folder / ("mnist.pt" if place else "digits.pt")
+    file = folder / ("mnist.pt" if place else "digits.pt")
     if rank == 0:
         if place is None:
             print("using built-in digits (offline)", flush=True)
-        if not kept.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(list(read_mnist(place) if place else read_digits()), f"{kept}.part")
-            Path(f"{kept}.part").replace(kept)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(list(read_mnist(place) if place else read_digits()), f"{file}.part")
+            Path(f"{file}.part").replace(file)
     dist.barrier()
-    return [TensorDataset(*both) for both in torch.load(kept, mmap=True)]
+    return [TensorDataset(*both) for both in torch.load(file, mmap=True)]
 
 
 # --- training ---------------------------------------------------------------------------------

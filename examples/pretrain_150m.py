@@ -68,7 +68,7 @@ def read_arguments(arguments=None):
 
 def recipe_of(args):
     """The recipe; a rehearsal's differences from it; what was asked for comes last."""
-    asked = {
+    options = {
         "data.source": args.data,
         "tokenizer.source": args.tokenizer,
         "sharding.strategy": args.strategy,
@@ -76,7 +76,7 @@ def recipe_of(args):
         "run.folder": args.folder,
     }
     overrides = {"optimizer.warmup": "0"} | (REHEARSAL if args.rehearse else {})
-    overrides |= {name: value for name, value in asked.items() if value}
+    overrides |= {name: value for name, value in options.items() if value}
     return read_recipe(RECIPE, [f"{name}={value}" for name, value in overrides.items()])
 
 

@@ -131,11 +131,11 @@ def tables_of(title: str, rows: Mapping[str, Row], bucket: float) -> Iterator[Ta
     """
     compare(rows)
     for early, columns in ((False, SYNC), (True, ASYNC)):
-        some = {name: row for name, row in rows.items() if is_async(name) is early}
+        shown = {name: row for name, row in rows.items() if is_async(name) is early}
         limits = columns if early else [*columns[:-2], *_limited(columns[-2:], bucket)]
-        measured = [c for c in limits if any(c.name in row for row in some.values())]
-        verdicts = [verdict(n, row, measured) for n, row in some.items() if n.startswith("ours")]
-        yield Table.of("" if early else title, limits, some, verdicts)
+        measured = [c for c in limits if any(c.name in row for row in shown.values())]
+        verdicts = [verdict(n, row, measured) for n, row in shown.items() if n.startswith("ours")]
+        yield Table.of("" if early else title, limits, shown, verdicts)
 
 
 def _limited(columns: Sequence[Column], target: float) -> list[Column]:

@@ -130,13 +130,13 @@ def report_of(machine: Machine, done: Mapping[str, Sequence[Trial]]) -> Report:
 
 def _rows(kind: str, trials: Sequence[Trial]) -> Iterator[tuple[Cell, ...]]:
     for how in dict.fromkeys(trial.how for trial in trials):
-        some = [trial for trial in trials if trial.how == how]
+        of_mode = [trial for trial in trials if trial.how == how]
         yield (
             kind,
             how,
-            *(sum(trial.who == who for trial in some) for who in (0, 1, EVERYBODY)),
-            f"{sum(not trial.wrong for trial in some)}/{len(some)}",
-            sum(trial.resumed is None for trial in some),
-            sum(trial.hung for trial in some),
-            max(trial.lag for trial in some),
+            *(sum(trial.who == who for trial in of_mode) for who in (0, 1, EVERYBODY)),
+            f"{sum(not trial.wrong for trial in of_mode)}/{len(of_mode)}",
+            sum(trial.resumed is None for trial in of_mode),
+            sum(trial.hung for trial in of_mode),
+            max(trial.lag for trial in of_mode),
         )

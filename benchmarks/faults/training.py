@@ -87,7 +87,7 @@ def train(comm: Comm, run: Path, case: Case, begun: Callable[[], object] = lambd
         _sha256(sharded.local_state_dict()),
         _sha256(state),
         None if report is None else report.step,
-        (*saver.calls, saver.made),
+        (*saver.calls, saver.calls_made),
         time.monotonic() - saver.start,
     )
 
@@ -98,7 +98,7 @@ class _Saver:
     run: Path
     case: Case
     begun: Callable[[], object]
-    made: int = 0  # file-system calls
+    calls_made: int = 0  # file-system calls
     calls: list[int] = field(default_factory=list)  # as many when each save began
     start: float = 0.0
 
@@ -111,9 +111,8 @@ class _Saver:
         training = sw.Training(step=step, local=list(losses))
         begin = self.sharded.save_async if how.background else self.sharded.save
         for _ in range(1 + how.again):
-            self.calls.append(self.made)
-            asked = {"kind": how.kind, "save_total_limit": how.limit}
-            options: dict[str, Any] = asked
+            self.calls.append(self.calls_made)
+            options: dict[str, Any] = {"kind": how.kind, "save_total_limit": how.limit}
             begin(path, optimizer, training, **options)
 
 
@@ -128,12 +127,12 @@ def _batch(step: int, rank: int) -> Tensor:
 def _struck(case: Case, saver: _Saver) -> Iterator[None]:
     kill, rank = case.kill, saver.sharded.comm.rank
     if kill.point:
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
 
         def at_point(point: str, who: int) -> None:
-            seen[point] += 1
+            counts[point] += 1
             struck = 0 if kill.who == EVERYBODY else kill.who
-            if who == struck and (point, seen[point]) == (kill.point, kill.nth):
+            if who == struck and (point, counts[point]) == (kill.point, kill.nth):
                 _strike(kill)
 
         failpoints.listeners.append(at_point)
@@ -142,8 +141,8 @@ def _struck(case: Case, saver: _Saver) -> Iterator[None]:
     elif not kill.share and rank == 0:
 
         def before(_: str) -> None:
-            saver.made += bool(saver.calls)
-            if 0 < kill.nth == saver.made:
+            saver.calls_made += bool(saver.calls)
+            if 0 < kill.nth == saver.calls_made:
                 _strike(kill)
 
         with watched(before):

@@ -131,8 +131,8 @@ def _flaws(checkpoint: Path) -> Iterator[str]:
 def leftovers(run: Path, how: SaveMode, resumed: int | None) -> Iterator[str]:
     """What is wrong with a run's folder at its end; what it ``resumed`` from stays."""
     first = STEPS - how.limit if how.limit else 0
-    kept = {*range(first + 1, STEPS + 1), *([resumed] if resumed else [])}
-    should = {"latest", *(f"step-{step}" for step in kept)}
+    steps = {*range(first + 1, STEPS + 1), *([resumed] if resumed else [])}
+    should = {"latest", *(f"step-{step}" for step in steps)}
     names = {path.name for path in run.iterdir()}
     if names != should:
         yield f"the folder holds {sorted(names)}, and should hold {sorted(should)}"

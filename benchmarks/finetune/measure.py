@@ -96,11 +96,11 @@ def tune(worker: Worker, setup: Setup, bits: int, folder: str, prompt: str) -> N
         save_adapter(sharded, folder)
         batch = rows.take(validation.indices[:2])
         with torch.no_grad():
-            ours = logits(job.model, batch)
+            of_sharded = logits(job.model, batch)
         if worker.rank == 0:
-            theirs, text = _in_peft(setup, bits, folder, batch, prompt)
+            of_peft, text = _in_peft(setup, bits, folder, batch, prompt)
             difference, trained = (
-                float((ours - theirs).abs().max()),
+                float((of_sharded - of_peft).abs().max()),
                 sharded.numel(trainable_only=True),
             )
             worker.send(Tuned((before, after), trained, difference, text))
@@ -119,12 +119,12 @@ def _in_peft(
     base = transformers.AutoModelForCausalLM.from_pretrained(setup.base, **options)
     model = peft.PeftModel.from_pretrained(base, folder).train()
     with torch.no_grad():  # for evaluation bitsandbytes computes in bfloat16 where a CPU has it
-        theirs = logits(model, batch)
+        values = logits(model, batch)
     tokenizer = transformers.AutoTokenizer.from_pretrained(setup.base)
-    given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
-        answer = model.eval().generate(**given, max_new_tokens=80, repetition_penalty=PENALTY)[0]
+        answer = model.eval().generate(**inputs, max_new_tokens=80, repetition_penalty=PENALTY)[0]
         text: Any = tokenizer.decode(
-            answer[given["input_ids"].shape[1] :], skip_special_tokens=True
+            answer[inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
-    return theirs, text
+    return values, text

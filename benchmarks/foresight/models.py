@@ -134,11 +134,11 @@ class Block(nn.Module):
 
         def linear(inputs: int, outputs: int, adapted: bool = adapters.on != "attention") -> Any:
             if adapters.rank and adapted:
-                made: Linear = Adapted(inputs, outputs, adapters)
+                layer: Linear = Adapted(inputs, outputs, adapters)
             else:
-                made = Linear(inputs, outputs, bias=False)
-            made.returns, made.keeps = variant.returns, variant.keeps
-            return made
+                layer = Linear(inputs, outputs, bias=False)
+            layer.returns, layer.keeps = variant.returns, variant.keeps
+            return layer
 
         attended = shape.heads * shape.head_size
         kv = shape.kv_heads * shape.head_size

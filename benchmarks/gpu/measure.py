@@ -127,9 +127,9 @@ class _Stage:
         self.settle()
         begin = perf_counter()
         self.take(engine, BURST)
-        asked = perf_counter()
+        issued = perf_counter()
         self.settle()
-        return (perf_counter() - begin) / BURST, (asked - begin) / BURST
+        return (perf_counter() - begin) / BURST, (issued - begin) / BURST
 
     def settle(self) -> None:
         """Wait until the device is idle."""

@@ -37,8 +37,8 @@ def problem() -> str:
     if missing:
         return f"not installed: {', '.join(missing)} (iproute2, util-linux)"
     words = ("unshare", "--net", "--pid", "--fork", "--mount", "true")
-    made = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603
-    return made.stderr.strip()
+    result = subprocess.run(words, check=False, capture_output=True, text=True)  # noqa: S603
+    return result.stderr.strip()
 
 
 class Host:
@@ -125,20 +125,20 @@ def hosts(count: int, mbits: float = 0.0) -> Iterator[list[Host]]:
         switch = _on(process)
         _run(*switch, "ip", "link", "add", "name", "bridge0", "type", "bridge")
         _run(*switch, "ip", "link", "set", "dev", "bridge0", "up")
-        made = [
+        namespaces = [
             Host(number, stack.enter_context(_namespaces(f"host{number}")), switch)
             for number in range(count)
         ]
-        for number, host in enumerate(made):
+        for number, host in enumerate(namespaces):
             _join(switch, process, number, host)
-            host.resolve(*(f"{other.address} {other.name}" for other in made))
+            host.resolve(*(f"{other.address} {other.name}" for other in namespaces))
             if mbits:
                 host.limit(mbits)
         try:
-            yield made
+            yield namespaces
         finally:
             stack.close()
-            for host in made:
+            for host in namespaces:
                 host.wait()
 
 

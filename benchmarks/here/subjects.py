@@ -57,7 +57,7 @@ def forecast_of(
     def loss(output: Any) -> Tensor:
         return task.loss(_Returns(output), batch)  # a task's loss calls its model
 
-    asked = Question(
+    question = Question(
         model, lambda _: (batch[:1], {}), machine, machine.per_host, loss=loss, shared=shared
     )
-    return Planner(asked).forecast(Candidate(strategy, len(batch[0]), recompute=recompute))
+    return Planner(question).forecast(Candidate(strategy, len(batch[0]), recompute=recompute))

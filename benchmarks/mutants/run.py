@@ -117,11 +117,11 @@ def stages(root: Path, folder: str, file: str) -> list[Stage]:
     mirror = f"tests/{module.parent.as_posix()}/test_{module.name}.py"
     name = ".".join(("shardwise", *module.parts))
     first = sorted({mirror} & every)
-    rest = sorted(
+    others = sorted(
         every - {mirror}, key=lambda test: (name not in (root / test).read_text("utf-8"), test)
     )
-    quick = [(files, "not spawn") for files in (first, rest) if files]
-    return [*quick, (first + rest, "spawn")] if every else []
+    quick = [(files, "not spawn") for files in (first, others) if files]
+    return [*quick, (first + others, "spawn")] if every else []
 
 
 @contextmanager

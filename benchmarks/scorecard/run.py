@@ -56,12 +56,14 @@ class Cost:
         """A row of the report."""
         table = read(RESULTS / f"{self.file}.json").tables[self.table]
         at = [column.name for column in table.columns].index(self.column)
-        most, theirs, ours = (
+        most, fsdp2, shardwise = (
             next(float(str(row[at])) for row in table.rows if row[: len(start)] == start)
             for start in self.rows
         )
-        verdicts = (WITHIN if number <= most * self.times else ABOVE for number in (theirs, ours))
-        return (self.pain, self.title, most * self.times, theirs, ours, *verdicts)
+        verdicts = (
+            WITHIN if number <= most * self.times else ABOVE for number in (fsdp2, shardwise)
+        )
+        return (self.pain, self.title, most * self.times, fsdp2, shardwise, *verdicts)
 
 
 WITHIN, ABOVE = "within", "above"
@@ -92,8 +94,8 @@ def run(config: Config, log: Log) -> Iterator[Report]:
     for number, case in enumerate(CASES):
         if config.only in f"{case.pain} {case.title}":
             log(f"{case.pain}: {case.title}")
-            theirs, ours = (_ended(number, engine, config.limit) for engine in ENGINES)
-            done.append((case, theirs, ours))
+            fsdp2, shardwise = (_ended(number, engine, config.limit) for engine in ENGINES)
+            done.append((case, fsdp2, shardwise))
     yield report_of(machine, done)
 
 

@@ -109,7 +109,7 @@ def _soaked(
     minutes, starts = (time.monotonic() - begin) / 60, scene.starts
     scene.end()
     last = scene.step()
-    left = _left(scene, shared)
+    leftovers = _leftovers(scene, shared)
     log(f"undisturbed, {last} steps")
     wrong += _differences(scene, recipe, last)
     done = f"{count} faults in {minutes:.0f} minutes, {last} steps; seed {config.seed}; "
@@ -118,9 +118,9 @@ def _soaked(
     clean = "left behind: no process, listener, shared memory or unfinished checkpoint"
     notes = NOTES.replace("MBITS", str(config.mbits)).splitlines()
     notes += [f"WRONG: {one}" for one in wrong] or [exact]
-    notes += [f"LEFT: {one}" for one in left] or [clean]
+    notes += [f"LEFT: {one}" for one in leftovers] or [clean]
     tables = (faults_table(lasted), kept_table(samples))
-    yield Report(this_machine(), (done,), tables, tuple(notes), len(wrong) + len(left))
+    yield Report(this_machine(), (done,), tables, tuple(notes), len(wrong) + len(leftovers))
 
 
 def faults_table(lasted: Mapping[str, Sequence[tuple[float, float]]]) -> Table:
@@ -159,8 +159,8 @@ def _differences(scene: Scene, recipe: Path, last: int) -> list[str]:
     undisturbed = scene.disk / "undisturbed"
     scene.begin(recipe, f"--run.folder={undisturbed}", f"--run.steps={last}")
     scene.wait(PATIENCE + last)
-    ours, theirs = (_losses(run) for run in (scene.disk / "run", undisturbed))
-    differing = [step for step in range(1, last + 1) if ours.get(step) != theirs.get(step)]
+    losses, expected = (_losses(run) for run in (scene.disk / "run", undisturbed))
+    differing = [step for step in range(1, last + 1) if losses.get(step) != expected.get(step)]
     return [f"losses differ at {len(differing)} steps: {differing[:5]}"] * bool(differing)
 
 
@@ -170,17 +170,17 @@ def _losses(run: Path) -> dict[int, float]:
     return {one["step"]: one["loss"] for one in records if one["record"] == "stepped"}
 
 
-def _left(scene: Scene, shared: set[str]) -> list[str]:
+def _leftovers(scene: Scene, shared: set[str]) -> list[str]:
     """What should have gone with the run."""
-    left = [f"shared memory {name}" for name in sorted(_shared_memory() - shared)]
+    paths = [f"shared memory {name}" for name in sorted(_shared_memory() - shared)]
     known = ("step-", "latest", "broken-")
     folder = scene.disk / "run" / "checkpoints"
-    left += [path.name for path in folder.iterdir() if not path.name.startswith(known)]
+    paths += [path.name for path in folder.iterdir() if not path.name.startswith(known)]
     for host in scene.hosts:
         command = host.command("sh", "-c", LOOK)
         ended = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
-        left += [f"{host.name}: {line}" for line in ended.stdout.splitlines()]
-    return left
+        paths += [f"{host.name}: {line}" for line in ended.stdout.splitlines()]
+    return paths
 
 
 def _shared_memory() -> set[str]:

@@ -92,10 +92,10 @@ def run(config: Config, log: Log) -> Iterator[Report]:
                         forget(program.weights)
                     laps.setdefault((name, files), []).append(seconds(program))
     rows: dict[str, Row] = {}
-    for (name, files), some in laps.items():
-        phases = {phase: median(lap[phase] for lap in some) for phase in OURS}
-        total = median(sum(lap[phase] for phase in OURS) for lap in some)
-        work = {"CPU s": median(lap["CPU s"] for lap in some)}
+    for (name, files), of_program in laps.items():
+        phases = {phase: median(lap[phase] for lap in of_program) for phase in OURS}
+        total = median(sum(lap[phase] for phase in OURS) for lap in of_program)
+        work = {"CPU s": median(lap["CPU s"] for lap in of_program)}
         rows[f"{name} {files}"] = {"files": files, "seconds": total, **phases, **work}
     report = Report(this_machine(), (f"{config.rounds} rounds",), notes=tuple(NOTES))
     yield replace(report, tables=(Table.of("2 ranks", COLUMNS, rows),))
@@ -149,8 +149,8 @@ def program_of(name: str, model: Path, pairs: Path, folder: str) -> Program:
         recipe.write_text(recipe_of(model, pairs), "utf-8")
         return Program([*train, str(recipe), *ours], OURS, model)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
-    given = [str(model), str(pairs), str(CONTEXT), name.split()[1]]
-    command = [sys.executable, *torchrun, "-m", "benchmarks.start.trainer", *given]
+    arguments = [str(model), str(pairs), str(CONTEXT), name.split()[1]]
+    command = [sys.executable, *torchrun, "-m", "benchmarks.start.trainer", *arguments]
     return Program(command, TRAINER, model)
 
 

@@ -121,11 +121,13 @@ def _tables(setup: Setup, world: int, config: Config, log: Log) -> Iterator[Tabl
         shown = {name + "*" * (name in apart): row for name, row in rows.items()}
         return Table.of(title, COLUMNS, shown, remarks)
 
-    for some in [together, [PLAIN, *apart]] if "time" in config.part else ():
-        if len(some) > 1:
-            log(f"{setup.model}, {world} ranks, {config.rounds} rounds: {', '.join(some)}")
-            timed = timed_rows(on_ranks(world, measure, setup, some, config.rounds), setup)
-            rows |= {name: timed[name] for name in some if name not in together or some == together}
+    for engines in [together, [PLAIN, *apart]] if "time" in config.part else ():
+        if len(engines) > 1:
+            log(f"{setup.model}, {world} ranks, {config.rounds} rounds: {', '.join(engines)}")
+            timed = timed_rows(on_ranks(world, measure, setup, engines, config.rounds), setup)
+            rows |= {
+                name: timed[name] for name in engines if name not in together or engines == together
+            }
             yield table()
     with torch.device("meta"):
         numel = sum(param.numel() for param in setup.task.build().parameters())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.hosts import Host, hosts
-from shardwise.cli.plan import Asked
+from shardwise.cli.plan import PlanOptions
 from shardwise.comm.machine import meeting as meeting_module
 from shardwise.comm.machine.environment import Launch
 from shardwise.doctor.node_findings import Finding
@@ -52,7 +52,7 @@ def test_two_ranks_of_one_host_examine_each_other(
     assert not any(tmp_path.iterdir())
     path = tmp_path / "nodes.json"
     path.write_text(json.dumps(first.as_json()), "utf-8")
-    between = Asked(gpus="8xH100", nodes=2, link="measured", machines=path).machine().between
+    between = PlanOptions(gpus="8xH100", nodes=2, link="measured", machines=path).machine().between
     assert between.bandwidth == min(link.bandwidth for link in first.links)
 
 

@@ -111,25 +111,27 @@ def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bo
 
 def _as_a_rank(bench: Bench, memory: str | None, result: Path | None, as_json: bool) -> None:
     with process_group() as rank:
-        asked = bench.question(int(os.environ["WORLD_SIZE"]))
-        subject = Subject(asked.model, *asked.inputs(bench.rows), asked.loss, asked.arguments)
+        question = bench.question(int(os.environ["WORLD_SIZE"]))
+        subject = Subject(
+            question.model, *question.inputs(bench.rows), question.loss, question.arguments
+        )
         say = _say if rank == 0 else lambda _: None
         if memory is not None:
             answer: Any = peak_memory(subject, memory, MEMORY_STEPS)
         else:
-            answer = _rows(asked, bench, measure(subject, bench.engines, bench.rounds, say))
+            answer = _rows(question, bench, measure(subject, bench.engines, bench.rounds, say))
     if rank == 0 and result is not None:
         result.write_text(json.dumps(answer), "ascii")
     elif rank == 0:
         _print([Row(**row) for row in answer], bench, as_json)
 
 
-def _rows(asked: Question, bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    time = Planner(asked).forecast(Candidate("no_shard", bench.rows)).time
-    rows, peak = [], asked.machine.accelerator.peak("bf16") if bench.machines else None
+def _rows(question: Question, bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    time = Planner(question).forecast(Candidate("no_shard", bench.rows)).time
+    rows, peak = [], question.machine.accelerator.peak("bf16") if bench.machines else None
     for one in measured:
         steps = 1e3 / one.milliseconds
-        rates = time.work.tokens * asked.ranks * steps, time.work.flops * steps
+        rates = time.work.tokens * question.ranks * steps, time.work.flops * steps
         mfu = None if peak is None else rates[1] / peak
         row = Row(one.engine, one.milliseconds, *rates, one.sent, mfu=mfu)
         rows.append(asdict(replace(row, counted=time.work.counted)))

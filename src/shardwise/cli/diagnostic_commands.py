@@ -246,7 +246,7 @@ def plan(
     \b
     Exit status: 0 it fits, 2 it does not, 3 the error decides; 1 the question cannot be answered.
     """
-    from shardwise.cli.plan import Asked, run_calibrate, run_plan
+    from shardwise.cli.plan import PlanOptions, run_calibrate, run_plan
 
     if calibrate is not None and model is not None:
         raise click.UsageError("--calibrate takes no MODEL: plan with --machines afterwards.")
@@ -254,7 +254,7 @@ def plan(
         return run_calibrate(calibrate, nproc)
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
-    return run_plan(model, Asked(**options), why, as_json, write)
+    return run_plan(model, PlanOptions(**options), why, as_json, write)
 
 
 # --- bench -----------------------------------------------------------------------------------

@@ -73,16 +73,16 @@ def _accelerator(device: str | None) -> Accelerator:
 
 
 def _look(device: str | None, output: Path | None) -> None:
-    installed, seen = packages(), [devices(known.device) for known in ROWS]
-    for lines in (_package_lines(installed), _device_lines(seen), _variable_lines()):
+    installed, kinds = packages(), [devices(known.device) for known in ROWS]
+    for lines in (_package_lines(installed), _device_lines(kinds), _variable_lines()):
         click.echo("\n".join([*lines, ""]))
     ours = _accelerator(device)
-    here = next(one for one in seen if one.accelerator is ours)
+    here = next(one for one in kinds if one.accelerator is ours)
     click.echo(f"here      ranks use {here.accelerator.device} over {here.backend or 'nothing'}")
     if output:
         facts = {
             **_facts(installed),
-            "devices": {one.accelerator.device: one.names for one in seen},
+            "devices": {one.accelerator.device: one.names for one in kinds},
         }
         _write(output, facts)
     if launch := read_launch(os.environ):  # or why a launcher's variables start no run
@@ -112,19 +112,19 @@ def _install(package: Package) -> str:
     return f"NO: pip install 'shardwise{extra}'"
 
 
-def _device_lines(seen: Sequence[Devices]) -> list[str]:
+def _device_lines(kinds: Sequence[Devices]) -> list[str]:
     head = ["device", "here", "collectives", "compile", "dtypes", "bf16 peak"]
-    why = [f"{one.accelerator.device}: {one.problem}" for one in seen if one.problem]
-    return [*table(map(_device_row, seen), head, left=6), "", *why]
+    why = [f"{one.accelerator.device}: {one.problem}" for one in kinds if one.problem]
+    return [*table(map(_device_row, kinds), head, left=6), "", *why]
 
 
-def _device_row(seen: Devices) -> tuple[str, ...]:
-    known, names = seen.accelerator, seen.names
+def _device_row(kind: Devices) -> tuple[str, ...]:
+    known, names = kind.accelerator, kind.names
     best = peak(known, names[0]) if names else None
     return (
         known.device,
         f"{len(names)} × {names[0]}" if names else "none",
-        seen.backend or "-",
+        kind.backend or "-",
         known.compile_backend,
         ", ".join(map(dtype_name, known.dtypes)),
         f"{best.flops / 1e12:,.0f} TFLOP/s ({best.source})" if best else "-",

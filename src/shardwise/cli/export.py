@@ -81,12 +81,12 @@ class ExportArguments:
     @property
     def torch_only(self) -> list[str]:
         """The given options that apply to a PyTorch source only."""
-        given = {
+        options_of_torch = {
             "--trust-source": self.trust_source,
             "--optimizer-file": self.optimizer_file is not None,
             "--optimizer-class": self.optimizer_class is not None,
         }
-        return [name for name, is_given in given.items() if is_given]
+        return [name for name, is_given in options_of_torch.items() if is_given]
 
 
 def run_export(source: Path, destination: Path, arguments: ExportArguments) -> None:
@@ -256,5 +256,5 @@ def _format_result(result: Converted, file_format: str, *source: str) -> Iterato
 
 def _print_left_out(names: tuple[str, ...]) -> None:
     if names:
-        some = ", ".join(map(escape, names[:8])) + (", …" if len(names) > 8 else "")
-        click.echo(f"left out {len(names):,} that the target format cannot hold: {some}")
+        first = ", ".join(map(escape, names[:8])) + (", …" if len(names) > 8 else "")
+        click.echo(f"left out {len(names):,} that the target format cannot hold: {first}")

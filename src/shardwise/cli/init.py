@@ -42,8 +42,8 @@ def run_init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> Non
         raise ConfigError(f"{file} exists and is not replaced; name another file.")
     tree, _ = parse(path_of(recipe))
     if accelerate:
-        theirs, _ = recipe_of(read(tree_of(accelerate, read_text(accelerate)), "accelerate"))
-        for key, value in flatten(theirs).items():
+        imported, _ = recipe_of(read(tree_of(accelerate, read_text(accelerate)), "accelerate"))
+        for key, value in flatten(imported).items():
             set_key(tree, key, value)
     address = next((one.address for one in reachable(interfaces())), "")
     for one in questions(flatten(tree), max(1, device_count()), address):

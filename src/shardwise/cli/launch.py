@@ -256,14 +256,14 @@ def _mpi(plan: LaunchPlan, _: LaunchOptions) -> None:
 
 def _topology() -> mpi.Topology | None:
     with suppress(OSError):
-        asked = subprocess.run(
+        result = subprocess.run(
             ["lscpu"],  # noqa: S607
             env={**os.environ, "LC_ALL": "C"},
             capture_output=True,
             text=True,
             check=False,
         )
-        return mpi.Topology.parse(asked.stdout)
+        return mpi.Topology.parse(result.stdout)
     return None
 
 

@@ -65,8 +65,8 @@ def named_model(name: str | None) -> Named:
         )
     with _as_its_own_program(place):
         value = _attribute(place, attribute)
-        made = value if isinstance(value, nn.Module) else value()
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        built = value if isinstance(value, nn.Module) else value()
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"{name} gave a value of type {type(model).__name__}, and not a module. "

@@ -38,7 +38,7 @@ SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """Options of the command, as typed; ``None``: as a recipe says, or usual."""
 
     gpus: str = "8xH100"
@@ -103,7 +103,9 @@ def quantity(text: str) -> int:
     return int(number * SIZES[match[2].lower()])
 
 
-def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Path | None) -> int:
+def run_plan(
+    model: str, options: PlanOptions, why: str | None, as_json: bool, write: Path | None
+) -> int:
     """Print the verdict; return the status to exit with."""
     if write is not None and write.exists():
         raise ConfigError(f"{write} exists, and nothing was written. Name another file.")
@@ -113,7 +115,7 @@ def run_plan(model: str, asked: Asked, why: str | None, as_json: bool, write: Pa
     # What a model or a library prints as it is imported is not part of the answer.
     saying = working(f"planning {model}, which can take half a minute")
     with saying, without_their_noise(), redirect_stdout(sys.stderr):
-        subject, verdict = answer(model, asked)
+        subject, verdict = answer(model, options)
     if write is not None and subject.recipe is None:
         raise ConfigError(
             f"a recipe cannot name {model}, so nothing was written. Leave --write out."
@@ -156,7 +158,7 @@ def _refuse_missing_folder(path: Path) -> None:
         )
 
 
-def answer(model: str, asked: Asked) -> tuple[Planned, Verdict]:
+def answer(model: str, options: PlanOptions) -> tuple[Planned, Verdict]:
     """The subject that was asked about, and the verdict.
 
     Raises:
@@ -164,25 +166,25 @@ def answer(model: str, asked: Asked) -> tuple[Planned, Verdict]:
     """
     subject = planned(
         model,
-        asked.machine(),
-        asked.ranks,
-        length=asked.seq,
-        lora=asked.rank_of_lora,
-        quantize=asked.quantize,
+        options.machine(),
+        options.ranks,
+        length=options.seq,
+        lora=options.rank_of_lora,
+        quantize=options.quantize,
     )
-    subject = subject._replace(question=replace(subject.question, rows=asked.rows(subject)))
-    tokens = None if asked.tokens is None else quantity(asked.tokens)
+    subject = subject._replace(question=replace(subject.question, rows=options.rows(subject)))
+    tokens = None if options.tokens is None else quantity(options.tokens)
     if subject.chosen is not None:
-        return subject, ask(subject.question, _changed(subject.chosen, asked), tokens)
-    strategy = asked.strategy and placement_of(asked.strategy).name
-    among = candidates_of(subject.question, strategy, asked.micro_batch)
+        return subject, ask(subject.question, _changed(subject.chosen, options), tokens)
+    strategy = options.strategy and placement_of(options.strategy).name
+    among = candidates_of(subject.question, strategy, options.micro_batch)
     return subject, ask(subject.question, None, tokens, among)
 
 
-def _changed(chosen: Candidate, asked: Asked) -> Candidate:
+def _changed(chosen: Candidate, options: PlanOptions) -> Candidate:
     """Return what a recipe has chosen, with what options say."""
-    strategy = placement_of(asked.strategy or chosen.strategy).name
-    return replace(chosen, strategy=strategy, micro_batch=asked.micro_batch or chosen.micro_batch)
+    strategy = placement_of(options.strategy or chosen.strategy).name
+    return replace(chosen, strategy=strategy, micro_batch=options.micro_batch or chosen.micro_batch)
 
 
 def _write(path: Path, subject: Planned, verdict: Verdict) -> None:

@@ -73,12 +73,12 @@ def folder_of_run(path: Path) -> Path | None:
 def survey(folder: Path) -> Run:
     """Look at every checkpoint in ``folder``: at names and sizes, not at bytes."""
     with explained(f"looking into {folder}", reads=True):
-        left = tuple(
+        left_over = tuple(
             (leftover, leftover.kind == "partial" and is_alive(leftover.path))
             for leftover in leftovers(folder)
         )
         listed = sorted(map(_listed, checkpoints(folder)), key=_rank, reverse=True)
-        return Run(folder, tuple(listed), target_of(folder), left)
+        return Run(folder, tuple(listed), target_of(folder), left_over)
 
 
 def meant(path: Path) -> Path:
@@ -94,9 +94,9 @@ def meant(path: Path) -> Path:
         if is_one and not exists:
             return inner / path.name
         if runs := _runs_in(path):
-            some = ", ".join(runs[:8]) + ", …" * (len(runs) > 8)
+            first = ", ".join(runs[:8]) + ", …" * (len(runs) > 8)
             raise CheckpointError(
-                f"{path} is a folder of {plural(len(runs), 'run')}: {some}. Name one of them, "
+                f"{path} is a folder of {plural(len(runs), 'run')}: {first}. Name one of them, "
                 f"such as {path / runs[0]}."
             )
         return path
@@ -148,5 +148,9 @@ def _listed(path: Path) -> Listed:
 
 
 def _rank(listed: Listed) -> tuple[int, str, str]:
-    made = listed.manifest
-    return -1 if listed.step is None else listed.step, made.created if made else "", listed.name
+    manifest = listed.manifest
+    return (
+        -1 if listed.step is None else listed.step,
+        manifest.created if manifest else "",
+        listed.name,
+    )

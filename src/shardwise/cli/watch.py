@@ -71,13 +71,13 @@ def rows(run: Run, is_running: bool, now: float) -> list[tuple[str, str]]:
         over = f"{built['strategy']} over {plural(built['ranks'], 'rank')}"
         shown.append(("model", f"{built['parameters']:,} parameters, {over}"))
     if step := run.last("stepped"):
-        left = step["seconds_left"]
+        seconds = step["seconds_left"]
         losses = [line["loss"] for line in run.of("stepped") if line["loss"] is not None]
         shown += [
             ("step", f"{step['step']:,} of {step['steps']:,}"),
             ("loss", f"{losses[-1]:.4f}  {sparkline(losses)}" if losses else "not finite"),
             ("tokens/s", f"{step['tokens_per_second']:,.0f}"),
-            *[("left", "not known yet" if left is None else clock(left))] * is_running,
+            *[("left", "not known yet" if seconds is None else clock(seconds))] * is_running,
             ("memory", f"{size(step['memory'])} of the process that uses most"),
         ]
     if evaluated := run.last("evaluated"):

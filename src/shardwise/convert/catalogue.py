@@ -106,7 +106,7 @@ class Catalogue:
                 groups.setdefault(stem_of(name), {}).update(_tensors(source, name, problems))
             state = _tried(problems, lambda: source.json(TRAINING)) if TRAINING in names else None
             training = state if isinstance(state, dict) else None
-            scalars = {stem: _scalars(source, some, problems) for stem, some in groups.items()}
+            scalars = {stem: _scalars(source, places, problems) for stem, places in groups.items()}
             if manifest is None or not problems:
                 for stem in {MODEL: None, **groups}:  # the index, and what is missing
                     _tried(problems, partial(source.tensors, stem))

@@ -41,8 +41,8 @@ def import_checkpoint(
         CheckpointError: trust is needed; or the source is broken, or in no known form. Nothing is
             left behind.
     """
-    given = [source] if isinstance(source, (str, Path)) else list(source)
-    paths = [Path(one).expanduser().absolute() for one in given]
+    sources = [source] if isinstance(source, (str, Path)) else list(source)
+    paths = [Path(one).expanduser().absolute() for one in sources]
     final = Path(destination).expanduser().absolute()
     check_replaceable(final)
     normalized = normalize(read_torch(path, trust) for path in paths)
@@ -59,8 +59,8 @@ def import_checkpoint(
     def chunks_of(stem: str, plan: FilePlan) -> Iterator[Chunk]:
         return _chunks(tensors[stem], plan)
 
-    made = write_folder(final, plans, chunks_of, small, {**facts, "aliases": {}})
-    return replace(made, left_out=tuple(normalized.left_out))
+    converted = write_folder(final, plans, chunks_of, small, {**facts, "aliases": {}})
+    return replace(converted, left_out=tuple(normalized.left_out))
 
 
 def _optimizer_tensors(normalized: NormalizedState) -> dict[str, TorchTensor]:

@@ -94,10 +94,10 @@ def export(
     def chunks_of(stem: str, plan: FilePlan) -> Iterator[Chunk]:
         return _chunks(source, places[stem], plan, (changed or {}) if stem == MODEL else {})
 
-    made = write_folder(named.path, plans, chunks_of, small, facts, progress)
+    converted = write_folder(named.path, plans, chunks_of, small, facts, progress)
     dtypes = {name: stored.dtype for plan in plans[MODEL] for name, stored in plan.tensors.items()}
     cast = [name for name in dtypes if dtypes[name] != places[MODEL][name].stored.dtype]
-    return replace(made, cast=tuple(cast), left_out=left_out)
+    return replace(converted, cast=tuple(cast), left_out=left_out)
 
 
 def export_torch_file(
@@ -118,7 +118,7 @@ def export_torch_file(
     plans = _plans(stored_tensors(source, False), options)
     with workplace(named.path, 2 * sum(plan.size for plan in plans[MODEL])) as folder:
         in_one_file = replace(options, max_file_size=1 << 62, overwrite=False)
-        made = export(source, folder / "weights", in_one_file, progress)
+        converted = export(source, folder / "weights", in_one_file, progress)
         with CheckpointReader.open(folder / "weights") as written:
             states = {
                 name: mapped(written, place) for name, place in written.tensors(MODEL).items()
@@ -126,7 +126,7 @@ def export_torch_file(
             states |= {alias: states[name] for alias, name in written.aliases.items()}
             _, nbytes = write_one_file(folder / "unfinished.pt", states)
         named.take(folder / "unfinished.pt")
-    return Converted(named.path, made.tensors, nbytes, (named.path.name,), made.cast)
+    return Converted(named.path, converted.tensors, nbytes, (named.path.name,), converted.cast)
 
 
 def stored_tensors(source: CheckpointReader, whole: bool) -> dict[str, dict[str, TensorLocation]]:
@@ -184,23 +184,23 @@ def _chunks(
     buffer = torch.empty(BLOCK, dtype=torch.uint8)
     for name, stored in plan.tensors.items():
         dtype, place = DTYPES[stored.dtype], places[name]
-        made = changed[name]().reshape(-1) if name in changed else None
+        values = changed[name]().reshape(-1) if name in changed else None
         for start, stop in cut_at_multiples(stored.start, stored.stop, BLOCK):
             out = buffer[: stop - start].view(dtype)
             request = ReadRequest(place, (start - stored.start) // dtype.itemsize, out)
-            _values(source, request, made)
+            _values(source, request, values)
             if out.dtype != request.dtype and bool(out.isinf().any()):
                 exact = request._replace(out=torch.empty_like(out, dtype=request.dtype))
-                _check_range(name, out, _values(source, exact, made))
+                _check_range(name, out, _values(source, exact, values))
             yield Chunk(plan.name, start, stop, (buffer[: stop - start],))
 
 
-def _values(source: CheckpointReader, request: ReadRequest, made: Tensor | None) -> Tensor:
+def _values(source: CheckpointReader, request: ReadRequest, values: Tensor | None) -> Tensor:
     """Fill the request from its file, or from a whole tensor that was ``made``, flat."""
-    if made is None:
+    if values is None:
         read_into(source, [request])
     else:
-        request.out.copy_(made[request.start : request.start + request.out.numel()])
+        request.out.copy_(values[request.start : request.start + request.out.numel()])
     return request.out
 
 
@@ -236,14 +236,14 @@ def companions(source: CheckpointReader, whole: bool) -> tuple[dict[str, bytes],
     """
     names = [name for name in source.listed() if not name.endswith((SUFFIX, INDEX))]
     of_ours = {MANIFEST, LOCK} if whole else {MANIFEST, LOCK, TRAINING}
-    wanted = [n for n in names if _is_small(source.folder, n) or n == TRAINING]
-    small = {name: source.bytes(name) for name in wanted if name not in of_ours}
+    copied = [n for n in names if _is_small(source.folder, n) or n == TRAINING]
+    small = {name: source.bytes(name) for name in copied if name not in of_ours}
     for folder in _run_folders(source):
         for name in FROM_A_RUN:
             if name not in small and _is_small(folder, name):
                 with explained(f"reading {folder / name}", reads=True):
                     small[name] = (folder / name).read_bytes()
-    return small, tuple(sorted({*names} - {*wanted} - of_ours))
+    return small, tuple(sorted({*names} - {*copied} - of_ours))
 
 
 def _is_small(folder: Path, name: str) -> bool:

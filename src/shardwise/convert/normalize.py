@@ -67,9 +67,9 @@ def _add_source(result: NormalizedState, tree: Tree) -> None:
     if any(str(key).partition(".")[0] == "param_groups" for key in tree):
         _add_optimizer(result, "", tree)
         return
-    for name, optimizer in _taken(tree, OPTIMIZERS).items():
+    for name, optimizer in _pop(tree, OPTIMIZERS).items():
         _add_optimizer(result, f"{name}.", optimizer)
-    for prefix, model in _taken(tree, MODELS).items():
+    for prefix, model in _pop(tree, MODELS).items():
         for name, value in _leaves(model):
             _add_weight(result, name, value, prefix)
     for key, value in tree.items():
@@ -81,13 +81,13 @@ def _add_source(result: NormalizedState, tree: Tree) -> None:
             result.left_out += [name for name, _ in _leaves({key: value})]
 
 
-def _taken(tree: Tree, keys: Sequence[str], prefix: str = "") -> dict[str, Tree]:
+def _pop(tree: Tree, keys: Sequence[str], prefix: str = "") -> dict[str, Tree]:
     """Remove the dicts under one of these keys, at any depth; return them by dotted names."""
-    taken: dict[str, Tree] = {}
+    removed: dict[str, Tree] = {}
     for key in [key for key, value in tree.items() if isinstance(value, dict)]:
         name = f"{prefix}{key}"
-        taken |= {name: tree.pop(key)} if key in keys else _taken(tree[key], keys, f"{name}.")
-    return taken
+        removed |= {name: tree.pop(key)} if key in keys else _pop(tree[key], keys, f"{name}.")
+    return removed
 
 
 def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:

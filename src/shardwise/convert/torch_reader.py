@@ -110,8 +110,8 @@ def _load(file: Path | BinaryIO, trust: bool, name: str, mmap: bool = False) -> 
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         if not trust:
-            asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-            raise _Untrusted(asked[1] if asked else repr(name)) from None
+            match = re.search(r"GLOBAL ([\w.]+)", str(error))
+            raise _Untrusted(match[1] if match else repr(name)) from None
     if not isinstance(file, Path):
         file.seek(0)
     return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)

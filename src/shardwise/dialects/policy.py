@@ -148,8 +148,8 @@ def _mesh(p: Policy) -> dict[str, Any]:
 
 
 def _offload(p: Policy) -> dict[str, Any]:
-    given = ("everything" if p.offload_word else None, p.offload, p.offload_state)
-    offload = max(filter(None, given), key=("none", "optimizer", "everything").index, default=None)
+    modes = ("everything" if p.offload_word else None, p.offload, p.offload_state)
+    offload = max(filter(None, modes), key=("none", "optimizer", "everything").index, default=None)
     return {"offload": offload, "offload_word": None, "offload_state": None}
 
 

@@ -221,9 +221,9 @@ def _products(seconds: Mapping[str, float], kernel: float) -> tuple[float, float
     """FLOP/s of large products, and how much longer others take; see ``Constants.small``."""
     rows, of_flop = [], []
     for m, n, k in SIZES:
-        taken = seconds[f"linear {(m, n, k)}"] / 3
+        seconds_taken = seconds[f"linear {(m, n, k)}"] / 3
         rows.append([1.0, 1 / m + 1 / n + 1 / k])
-        of_flop.append(max(taken - kernel, 0.2 * taken) / (2 * m * n * k))
+        of_flop.append(max(seconds_taken - kernel, 0.2 * seconds_taken) / (2 * m * n * k))
     weights = 1 / torch.tensor(of_flop, dtype=torch.float64)  # errors count relative
     sides = torch.tensor(rows, dtype=torch.float64) * weights[:, None]
     solution = torch.linalg.lstsq(sides, torch.ones(len(rows), 1, dtype=torch.float64)).solution

@@ -38,17 +38,17 @@ def words() -> dict[str, Word]:
     }
 
 
-def find(asked: str) -> Word:
+def find(name: str) -> Word:
     """The word of that name, in any spelling: ``ZeRO-2``, ``all gather``, ``shard_grad_op``.
 
     Raises:
         ConfigError: there is none; the message lists the nearest.
     """
-    key = asked.lower().replace("_", "-").replace(" ", "-")
+    key = name.lower().replace("_", "-").replace(" ", "-")
     by_name = {other: word for word in words().values() for other in (word.name, *word.also)}
     if key not in by_name:
         raise ConfigError(
-            f"there is no text about {asked!r}; nearest are {', '.join(nearest(key, by_name))}. "
+            f"there is no text about {name!r}; nearest are {', '.join(nearest(key, by_name))}. "
             "`shardwise explain` alone lists all words."
         )
     return by_name[key]

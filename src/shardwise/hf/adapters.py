@@ -203,8 +203,8 @@ def _fill_lora(layer: Any, adapter: str, config: LoraConfig) -> None:
     if adapter in layer.lora_magnitude_vector:
         vectors, vector = layer.lora_magnitude_vector, layer.lora_magnitude_vector[adapter]
         layer.lora_variant[adapter].init(layer, adapter_name=adapter, config=config)
-        made, vectors[adapter] = vectors[adapter], vector
-        vector.weight.copy_(made.weight)
+        initialised, vectors[adapter] = vectors[adapter], vector
+        vector.weight.copy_(initialised.weight)
 
 
 def _config_of(model: Any, adapter: str) -> LoraConfig:

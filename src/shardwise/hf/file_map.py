@@ -54,9 +54,9 @@ class Conversion:
         for pattern, places in self.sources.items():
             for place in places if row is None else places[row : row + 1]:
                 converter.add_tensor(self.name, "", pattern, load(place))
-        made = converter.convert(self.name, model=self.model, config=self.model.config)
+        values = converter.convert(self.name, model=self.model, config=self.model.config)
         return {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+            name: value[0] if isinstance(value, list) else value for name, value in values.items()
         }
 
     @property
@@ -121,12 +121,14 @@ def map_files(model: Any, stored: Mapping[str, TensorLocation], folder: str) -> 
         CheckpointError: with a line for each tensor that is missing or has another shape.
     """
     names, conversions, unexpected = _assign(model, stored)
-    made = {name: (one, value) for one in conversions for name, value in _shapes(one).items()}
-    given = {name: stored[source].stored for name, source in names.items()}
-    given |= {n: Stored(code_of(t.dtype, n), tuple(t.shape), 0, 0) for n, (_, t) in made.items()}
+    converted = {name: (one, value) for one in conversions for name, value in _shapes(one).items()}
+    in_files = {name: stored[source].stored for name, source in names.items()}
+    in_files |= {
+        n: Stored(code_of(t.dtype, n), tuple(t.shape), 0, 0) for n, (_, t) in converted.items()
+    }
     tensors = _tensors(model)
-    wanted = [ModelTensor(n, code_of(t.dtype, n[0]), tuple(t.shape)) for n, t in tensors]
-    matched = match(wanted, given, {})
+    in_model = [ModelTensor(n, code_of(t.dtype, n[0]), tuple(t.shape)) for n, t in tensors]
+    matched = match(in_model, in_files, {})
     misfits = matched.misfits
     missing, left_out = _excused(model, misfits["missing"], {*misfits["unexpected"], *unexpected})
     problems = [misfits["missing"][name] for name in missing]
@@ -144,7 +146,7 @@ def map_files(model: Any, stored: Mapping[str, TensorLocation], folder: str) -> 
         if name in names:
             direct[tensor] = stored[names[name]]
         else:
-            made[name][0].targets[name] = (tensor, tensor.numel())
+            converted[name][0].targets[name] = (tensor, tensor.numel())
     initialised = sorted({*misfits["missing"]} - {*missing})
     cast = tuple(misfits["cast"])
     twice = {

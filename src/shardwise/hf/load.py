@@ -324,10 +324,10 @@ def _empty(config: Any, dtype: torch.dtype | None, folder: Path) -> Any:
     dtype = dtype or config.dtype or _stored_dtype(folder)
     with _GLOBALS, torch.device("meta"):
         model = new_model(config, dtype=dtype)
-    for pattern, kept in model._get_dtype_plan(dtype).items():
+    for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern.replace("*", ".*"), name):
-                tensor.data = tensor.data.to(kept)
+                tensor.data = tensor.data.to(kept_dtype)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.use_cache = False

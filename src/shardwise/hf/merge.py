@@ -56,7 +56,7 @@ def merged_weights(source: CheckpointReader, folder: Path) -> dict[str, Make]:
     values = read_adapter(folder, model, dict(model.state_dict()))
     makers = defaultdict[nn.Parameter, list[Make]](list)
     for name, module in model.named_modules():
-        for param, make in _made(name, module, values, source, names):
+        for param, make in _changed_by(name, module, values, source, names):
             makers[param].append(make)
     for name, param in model.named_parameters():
         if name in values and param in names:  # trained in place: a bias
@@ -80,7 +80,7 @@ def _check_rows(indices: Any, base: Any, folder: Path) -> None:
         )
 
 
-def _made(
+def _changed_by(
     name: str,
     layer: Any,
     values: Mapping[str, Tensor],

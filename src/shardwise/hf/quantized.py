@@ -258,13 +258,13 @@ def _skipped(model: nn.Module, config: Any) -> set[str]:
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     patterns = config.llm_int8_skip_modules
     names = [name for name, _ in model.named_modules()]
-    for given in patterns or ():
-        if all(should_convert_module(name, [given]) for name in names):
+    for pattern in patterns or ():
+        if all(should_convert_module(name, [pattern]) for name in names):
             own = dict.fromkeys(name.rpartition(".")[2] for name, _ in _linears(model))
             raise ConfigError(
-                f"llm_int8_skip_modules (model.quantization.skip) names {given!r}, and no module "
+                f"llm_int8_skip_modules (model.quantization.skip) names {pattern!r}, and no module "
                 f"of {type(model).__name__} has this name, so the layer that was meant would be "
-                f"quantised. Nearest are {', '.join(nearest(given, own))}."
+                f"quantised. Nearest are {', '.join(nearest(pattern, own))}."
             )
     if isinstance(model, PreTrainedModel):
         fp32 = model._keep_in_fp32_modules

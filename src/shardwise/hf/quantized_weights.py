@@ -51,9 +51,9 @@ class QuantizedWeights:
         direct = dict(file_map.direct)
         layers = quantized_layers(model)
         values = {name: weights[f"{name}.weight"] for name in layers}
-        if made := [name for name, weight in values.items() if weight not in direct]:
+        if joined := [name for name, weight in values.items() if weight not in direct]:
             raise ConfigError(
-                f"{made[0]!r} is made of several stored tensors, which are not read in blocks. "
+                f"{joined[0]!r} is made of several stored tensors, which are not read in blocks. "
                 "Name it in llm_int8_skip_modules (model.quantization.skip)."
             )
         places = {layer: direct.pop(values[name]) for name, layer in layers.items()}

@@ -32,10 +32,10 @@ class Report:
         buckets = sharded.buckets
         dtypes = ", ".join(sorted({dtype_name(bucket.dtypes.stored) for bucket in buckets}))
         numel = sharded.numel() + packed_elements(sharded.model)
-        held = size(sum(bucket.shard.nbytes for bucket in buckets))
+        stored = size(sum(bucket.shard.nbytes for bucket in buckets))
         return cls(
             f"{type(sharded.model).__name__} from {source}: {numel:,} parameters in "
-            f"{dtypes}, {held} on this rank of {sharded.comm.size}; use_cache off",
+            f"{dtypes}, {stored} on this rank of {sharded.comm.size}; use_cache off",
             len(file_map.direct),
             [name for one in file_map.conversions for name in one.targets],
             [f"{alias} = {name}" for alias, name in file_map.tied.items()],

@@ -76,11 +76,11 @@ def _convert(reader: CheckpointReader, conversion: Conversion, values: Parts) ->
                 spans[name] = first, last, row * size
         if not spans:
             continue
-        made = conversion.run(lambda place: _whole(reader, place), row if rows else None)
+        converted = conversion.run(lambda place: _whole(reader, place), row if rows else None)
         for name, (first, last, offset) in spans.items():
             part, start = values[conversion.targets[name][0]]
             part[first - start : last - start].copy_(
-                made[name].reshape(-1)[first - offset : last - offset]
+                converted[name].reshape(-1)[first - offset : last - offset]
             )
 
 

@@ -154,13 +154,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
         """Load what ``save_state`` wrote at any number of ranks. A collective."""
-        found: list[str] = []  # the newest folder, if no other is given
-        hook = self.register_load_state_pre_hook(lambda _, folder: found.append(folder))
+        folders: list[str] = []  # the newest folder, if no other is given
+        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
         with self._without_models() as models:
             super().load_state(input_dir, *args, **options)
         hook.remove()
         for number, (sharded, optimizers) in enumerate(models):
-            sharded.load(Path(*found) / f"model-{number}", optimizers)
+            sharded.load(Path(*folders) / f"model-{number}", optimizers)
 
     @contextmanager
     def _without_models(self) -> Iterator[list[tuple[Sharded, list[Any]]]]:

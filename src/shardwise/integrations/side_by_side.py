@@ -200,10 +200,10 @@ def _training(
 ) -> Engine:
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer, device = torch.optim.AdamW(trained), trained[0].device
-    given = tree_map_only(Tensor, lambda t: _values(t, device), (subject.args, subject.kwargs))
+    batch = tree_map_only(Tensor, lambda t: _values(t, device), (subject.args, subject.kwargs))
 
     def step() -> None:
-        args, kwargs = given
+        args, kwargs = batch
         with context():
             loss = subject.loss(model(*args, **kwargs))
         loss.backward()
@@ -225,13 +225,13 @@ def with_values(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ConfigError: some of its weights are codes, which random values are not.
     """
-    copied, made = deepcopy(model), dict[Tensor, Tensor]()
+    copied, copies = deepcopy(model), dict[Tensor, Tensor]()
     for module in copied.modules():
         own: Any
         for own in (parameters_of(module), buffers_of(module)):
             for name, tensor in own.items():
                 if tensor is not None:
-                    own[name] = made.setdefault(tensor, _like(tensor, device))
+                    own[name] = copies.setdefault(tensor, _like(tensor, device))
     return copied
 
 
@@ -247,5 +247,5 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _values(tensor: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_like(tensor, device=device)
-    return made.normal_(std=0.02) if made.is_floating_point() else made.zero_()
+    values = torch.empty_like(tensor, device=device)
+    return values.normal_(std=0.02) if values.is_floating_point() else values.zero_()

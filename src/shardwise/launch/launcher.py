@@ -363,8 +363,8 @@ def threads_of_ranks(ranks: int) -> dict[str, str]:
 
 def default_environment(ranks: int) -> dict[str, str]:
     """Further environment variables of a rank, without those that the user has set."""
-    wanted = threads_of_ranks(ranks)
+    variables = threads_of_ranks(ranks)
     if platform.system() in LOOPBACK:
         # Otherwise gloo listens on the address that the host's name resolves to.
-        wanted["GLOO_SOCKET_IFNAME"] = LOOPBACK[platform.system()]
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        variables["GLOO_SOCKET_IFNAME"] = LOOPBACK[platform.system()]
+    return {name: value for name, value in variables.items() if name not in os.environ}

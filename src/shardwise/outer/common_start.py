@@ -107,9 +107,9 @@ class CommonStart:
         Args:
             parts: for each parameter of the unit, in the shape of its shard; ``None``: zeros.
         """
-        rest, wholes = iter(parts), list[Tensor]()
+        remaining, wholes = iter(parts), list[Tensor]()
         for bucket in self._buckets[unit]:
-            of_bucket = [next(rest) for _ in bucket.params]
+            of_bucket = [next(remaining) for _ in bucket.params]
             wholes += gather_parts(bucket, of_bucket, torch.float32)
         return torch.cat([whole.reshape(-1).cpu() for whole in wholes])
 

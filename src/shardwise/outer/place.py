@@ -81,18 +81,18 @@ class Place:
             return None
 
     def refusal(
-        self, worker: int, is_there: bool, own: Mapping[str, str], theirs: Mapping[str, str]
+        self, worker: int, is_there: bool, own: Mapping[str, str], other: Mapping[str, str]
     ) -> str:
         """Say why another worker cannot follow this one; ``""`` if it can. Pure.
 
         Args:
             is_there: a process that is this worker takes part.
-            own, theirs: what must be alike: name → short text.
+            own, other: what must be alike: name → short text.
         """
         for name, text in own.items():
-            if theirs.get(name) != text:
+            if other.get(name) != text:
                 return (
-                    f"worker {worker} has {name} {theirs.get(name)}, and worker {self.worker}, "
+                    f"worker {worker} has {name} {other.get(name)}, and worker {self.worker}, "
                     f"which leads, has {text}. Their means would be of unlike things. Start all "
                     "workers with one recipe or program."
                 )

@@ -61,14 +61,14 @@ class MicroBatch:
 
     def empty(self, device: torch.device) -> MicroBatch:
         """Memory for the same on ``device``."""
-        given = (t for t in self.tensors if t is not None)
-        return MicroBatch(*(torch.empty(t.shape, dtype=t.dtype, device=device) for t in given))
+        tensors = (t for t in self.tensors if t is not None)
+        return MicroBatch(*(torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors))
 
     def copy_(self, source: MicroBatch) -> None:
         """Copy ``source``, which is in host memory, and do not wait."""
-        for out, given in zip(self.tensors, source.tensors, strict=True):
+        for out, tensor in zip(self.tensors, source.tensors, strict=True):
             if out is not None:
-                out.copy_(given.pin_memory(), non_blocking=True)
+                out.copy_(tensor.pin_memory(), non_blocking=True)
 
     @property
     def tensors(self) -> tuple[Any, ...]:

@@ -159,11 +159,11 @@ def tokenize(
     ]
     beyond = [len(ids) - context for ids, _ in pairs if len(ids) > context]
     pairs = [(ids[:context], trained[:context]) for ids, trained in pairs]
-    kept = [(ids, trained) for ids, trained in pairs if trained[1:].any()]
+    samples = [(ids, trained) for ids, trained in pairs if trained[1:].any()]
     left_out = [index for index, (_, trained) in enumerate(pairs) if not trained[1:].any()]
     empty = np.empty(0, np.int32), np.empty(0, np.bool_)
-    ids, trained = (np.concatenate(arrays) for arrays in zip(empty, *kept, strict=True))
-    lengths = np.array([len(ids) for ids, _ in kept], np.int64)
+    ids, trained = (np.concatenate(arrays) for arrays in zip(empty, *samples, strict=True))
+    lengths = np.array([len(ids) for ids, _ in samples], np.int64)
     return Tokenized(Examples(ids, trained, lengths), (len(beyond), sum(beyond)), left_out)
 
 

@@ -179,20 +179,20 @@ OTHERS = "activations and others"
 """Of a recorded step: bytes that the process has allocated since it began, beside the engine's."""
 
 
-def plan_of(job: Job, vocabulary: int, asked: Foresight, memory: float) -> RunPlan:
+def plan_of(job: Job, vocabulary: int, options: Foresight, memory: float) -> RunPlan:
     """Plan ``job`` on paper: from its recipe, not from what was built.
 
     Args:
         memory: bytes of the device.
     """
     recipe, comm = job.recipe, job.sharded.comm
-    here = machine_here(comm.device, memory, asked.machines)
+    here = machine_here(comm.device, memory, options.machines)
     chosen = chosen_by(recipe)
 
     def planner_of(all_logits: bool) -> Planner:
-        asked = question_of(recipe, model_of(recipe, vocabulary), here.machine, comm.size)
-        asked = replace(asked, shared=comm.memory.shared)
-        return Planner(asked if all_logits else with_loss_in_head(asked))
+        question = question_of(recipe, model_of(recipe, vocabulary), here.machine, comm.size)
+        question = replace(question, shared=comm.memory.shared)
+        return Planner(question if all_logits else with_loss_in_head(question))
 
     planner = planner_of(bool(job.all_logits))
     whole, engine = planner.memories(chosen), planner.memories(chosen, alone=True)
@@ -222,7 +222,7 @@ def refusal(plan: RunPlan, memory: float) -> str:
     )
 
 
-def planned(job: Job, data: Data, logger: RunLogger, asked: Foresight) -> RunPlan | None:
+def planned(job: Job, data: Data, logger: RunLogger, options: Foresight) -> RunPlan | None:
     """The plan of the run, on rank 0. A collective, since every rank refuses what cannot fit.
 
     Raises:
@@ -233,12 +233,12 @@ def planned(job: Job, data: Data, logger: RunLogger, asked: Foresight) -> RunPla
         memory = memory_of(comm.device)
         try:
             with logger.busy("planning the run"):
-                plan = plan_of(job, data.tokenizer.get_vocab_size(), asked, memory)
+                plan = plan_of(job, data.tokenizer.get_vocab_size(), options, memory)
             sentence = refusal(plan, memory)
         except Exception as error:  # noqa: BLE001 - what a model's own code raises without values
             logger.log(Warned(f"the run has no plan: {error}"))
     sentence = broadcast_object(comm, sentence, "plan")
-    if sentence and not asked.force:
+    if sentence and not options.force:
         raise ConfigError(sentence)
     if sentence:
         logger.log(Warned(sentence))

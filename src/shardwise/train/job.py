@@ -52,8 +52,8 @@ class Job:
     @cached_property
     def all_logits(self) -> str:
         """The reason for computing all logits; ``""``: only those of places with a target."""
-        asked = self.recipe.batch.logits == "all"
-        return "batch.logits is all" if asked else why_all_logits(self.sharded)
+        wants_all = self.recipe.batch.logits == "all"
+        return "batch.logits is all" if wants_all else why_all_logits(self.sharded)
 
     @property
     def head(self) -> nn.Module | None:
@@ -121,8 +121,8 @@ class Job:
 
     def _loss(self, batch: MicroBatch, in_host: MicroBatch) -> Tensor:
         """The sum over the tokens that are trained on."""
-        some = bool((in_host.targets == IGNORED).any())  # the device would be waited for
-        ignored = IGNORED if some else None
+        has_ignored = bool((in_host.targets == IGNORED).any())  # the device would be waited for
+        ignored = IGNORED if has_ignored else None
         return language_model.summed_loss(self.model, batch, self.head, ignored)
 
 

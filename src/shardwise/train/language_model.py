@@ -94,7 +94,7 @@ def summed(
 
     def compute(hidden: Tensor) -> Tensor:
         chunks = zip(hidden[places].split(ROWS), batch.targets[places].split(ROWS), strict=True)
-        return torch.stack([measure(to_logits(some), targets) for some, targets in chunks]).sum(0)
+        return torch.stack([measure(to_logits(rows), targets) for rows, targets in chunks]).sum(0)
 
     with in_place_of_logits(head, compute) as computed:
         logits(model, batch)

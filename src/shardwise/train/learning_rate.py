@@ -22,8 +22,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
-    left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.lr * (config.floor + (1 - config.floor) * left)
+    factor = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.floor + (1 - config.floor) * factor)
 
 
 def preview(steps: int, config: OptimizerConfig) -> tuple[tuple[int, float], ...]:

@@ -43,7 +43,7 @@ def with_tokenizer(recipe: Recipe) -> Recipe:
         return recipe
     from shardwise.hf.folder import config_of, tokenizer_of
 
-    folder, given = locate(recipe), recipe.tokenizer
+    folder, config = locate(recipe), recipe.tokenizer
     text = config_of(folder).get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or recipe.data.context
     if recipe.data.context > longest:
@@ -51,14 +51,14 @@ def with_tokenizer(recipe: Recipe) -> Recipe:
             f"data.context is {recipe.data.context:,}, and the model in {recipe.model.source} "
             f"takes rows of {longest:,} tokens at most; set data.context {longest}, or less."
         )
-    tokenizer = None if given.source else tokenizer_of(folder)
-    if not given.source and tokenizer is None:
+    tokenizer = None if config.source else tokenizer_of(folder)
+    if not config.source and tokenizer is None:
         raise ConfigError(f"{folder} holds no tokenizer; name one in tokenizer.source.")
     end = None if tokenizer is None else tokenizer.eos_token
-    if end is None or given.end != TokenizerConfig().end:
-        end = given.end
-    known = given.model_copy(update={"source": given.source or str(folder), "end": end})
-    return recipe.model_copy(update={"tokenizer": known})
+    if end is None or config.end != TokenizerConfig().end:
+        end = config.end
+    resolved = config.model_copy(update={"source": config.source or str(folder), "end": end})
+    return recipe.model_copy(update={"tokenizer": resolved})
 
 
 def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:

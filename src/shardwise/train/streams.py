@@ -117,10 +117,10 @@ class StreamedRows:
     def tokens(self, texts: Sequence[str], window: int) -> Tokens:
         """The documents that are not held out, permuted and encoded, as one stream."""
         share = self.recipe.data.validation
-        kept = [text for text in texts if text.strip() and not is_held_out(text, share)]
-        order = permutation(len(kept), self.recipe.run.seed, window)
+        training = [text for text in texts if text.strip() and not is_held_out(text, share)]
+        order = permutation(len(training), self.recipe.run.seed, window)
         end = self.recipe.tokenizer.end
-        return encode(self.tokenizer, [kept[index] for index in order], end)
+        return encode(self.tokenizer, [training[index] for index in order], end)
 
 
 class Window(NamedTuple):
@@ -201,11 +201,11 @@ class Stream:
 
     def _after(self, window: Window, dataset: Mapping[str, Any]) -> Position:
         rows, position = window
-        left = rows.stream[len(rows) * rows.context :].tolist() if isinstance(rows, Rows) else []
+        tail = rows.stream[len(rows) * rows.context :].tolist() if isinstance(rows, Rows) else []
         return position | {
             "dataset": dict(dataset),
             "window": position["window"] + 1,
-            "tokens": left,
+            "tokens": tail,
         }
 
     def _without_text(self) -> ConfigError:

@@ -115,8 +115,8 @@ def numbers_of(record: Record) -> dict[str, float]:
     if isinstance(record, Evaluated):
         part, values["perplexity"] = "eval", record.perplexity
     left_out = "step", "steps", "seconds_left"
-    kept = {n: v for n, v in values.items() if v is not None and n not in left_out}
-    return {f"{part}/{name}": value for name, value in kept.items() if math.isfinite(value)}
+    shown = {n: v for n, v in values.items() if v is not None and n not in left_out}
+    return {f"{part}/{name}": value for name, value in shown.items() if math.isfinite(value)}
 
 
 @dataclass

@@ -186,11 +186,11 @@ def test_a_rank_in_a_collective_of_torch_is_not_waited_for_if_it_came_to_it_befo
 ) -> None:
     """``state_dict()`` on rank 0 alone, while the others wait at a barrier; or after the gather."""
     mine = group.add(2)
-    with ThreadPoolExecutor(1) as other:
-        theirs = other.submit(group.add, 2).result()
-        monkeypatch.setattr(watchdog, "joint_call", lambda thread: thread == theirs._caller)
+    with ThreadPoolExecutor(1) as pool:
+        peer = pool.submit(group.add, 2).result()
+        monkeypatch.setattr(watchdog, "joint_call", lambda thread: thread == peer._caller)
         for collective in [A, B][:count]:
-            theirs.issue(collective)
+            peer.issue(collective)
         mine.issue(A)
         mine.issue(B)
         wait_for(mine, B)

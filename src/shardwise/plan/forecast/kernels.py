@@ -109,9 +109,9 @@ def _scores_and_mixture(
 ) -> tuple[Product, Product]:
     """``[batch, heads, length, size]`` each."""
     batch, heads, length, size = query.shape
-    seen, mixed = key.shape[-2], value.shape[-1]
-    scores = Product(length, seen, size, batch * heads, query.itemsize, "attention", causal)
-    return scores, replace(scores, n=mixed, k=seen)
+    keys, mixed = key.shape[-2], value.shape[-1]
+    scores = Product(length, keys, size, batch * heads, query.itemsize, "attention", causal)
+    return scores, replace(scores, n=mixed, k=keys)
 
 
 def _convolution(args: Sequence[Any], output: Tensor) -> Products:

@@ -201,9 +201,9 @@ class Planner:
         return self._once(key, make).most(work)
 
     def _time(self, candidate: Candidate, depth: _Depth) -> TimeForecast:
-        asked, times = self.question, self.question.micro_batches(candidate)
+        question, times = self.question, self.question.micro_batches(candidate)
         drawn = self._blueprint(candidate, depth), self._work(candidate, depth)
-        return time.forecast(*drawn, asked.machine, asked.kernels, times, asked.optimizer)
+        return time.forecast(*drawn, question.machine, question.kernels, times, question.optimizer)
 
     # ---- what candidates share -----------------------------------------------------------------
 
@@ -239,12 +239,12 @@ class Planner:
         """
         arguments = self.question.arguments
         alone = {"wrap": replace(arguments.get("wrap") or automatic(), joined_nbytes=0)}
-        asked = replace(self.question, loss=_no_loss, arguments={**arguments, **alone})
+        plainest = replace(self.question, loss=_no_loss, arguments={**arguments, **alone})
         plain, every = replace(candidate, recompute=0), replace(stack, period=1)
-        few, whole = _Depth(asked.model, every, every.depth), _Depth(asked.model, None, 0)
+        few, whole = _Depth(plainest.model, every, every.depth), _Depth(plainest.model, None, 0)
 
         def forward(depth: _Depth) -> StepWork:
-            work = Planner(asked)._work(plain, depth)
+            work = Planner(plainest)._work(plain, depth)
             return replace(work, forward=work.forward[:-1], passing=0)  # then the graph goes
 
         try:
@@ -262,8 +262,8 @@ class Planner:
         return [self._shallow(stack, few), self._shallow(stack, few + period)]
 
     def _shallow(self, stack: Stack, blocks: int) -> _Depth:
-        made = self._once(("model", blocks), lambda: shallow(self.question.model, stack, blocks))
-        return _Depth(made, stack, blocks)
+        few = self._once(("model", blocks), lambda: shallow(self.question.model, stack, blocks))
+        return _Depth(few, stack, blocks)
 
     def _blueprint(self, candidate: Candidate, depth: _Depth) -> Blueprint:
         units = self._units(candidate, depth)
@@ -307,10 +307,10 @@ class Planner:
         return self._once(("joined", *_drawn(candidate)), make)
 
     def _options(self, candidate: Candidate, model: nn.Module) -> Options:
-        given = {key: value for key, value in self.question.arguments.items() if key != "wrap"}
+        options = {key: value for key, value in self.question.arguments.items() if key != "wrap"}
         whole = self._once(("bytes", id(model)), lambda: all_nbytes((model,)))
         return Options(
-            **given
+            **options
             | {
                 "offload": candidate.offload,
                 "unsharded": int(candidate.unsharded * whole) or None,
@@ -339,9 +339,9 @@ class Planner:
 
         def observe_few() -> StepWork:
             args, kwargs = self.question.inputs(rows)
-            given = few.model, units, args, kwargs
-            asked = self._precision(candidate), self.question.loss, self._in_slot
-            return observe(*given, candidate.checkpointing, *asked)
+            call = few.model, units, args, kwargs
+            options = self._precision(candidate), self.question.loss, self._in_slot
+            return observe(*call, candidate.checkpointing, *options)
 
         return self._once(("work", *how, depth.blocks), make)
 

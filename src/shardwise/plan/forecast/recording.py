@@ -47,13 +47,13 @@ class _Kernels:
     gradients: int = 0
 
     def add(
-        self, operator: Any, args: Sequence[Any], read: list[Tensor], made: list[Tensor]
+        self, operator: Any, args: Sequence[Any], read: list[Tensor], results: list[Tensor]
     ) -> None:
-        if not is_kernel(operator, read, made):
+        if not is_kernel(operator, read, results):
             return
-        counted = products(operator, args, made)
+        counted = products(operator, args, results)
         self.products.update(counted)
-        self.moved += 0 if counted else moved(operator, read, made)
+        self.moved += 0 if counted else moved(operator, read, results)
         self.count += 1
 
     def __add__(self, other: _Kernels) -> _Kernels:

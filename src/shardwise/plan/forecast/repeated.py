@@ -83,9 +83,9 @@ def shallow(model: nn.Module, stack: Stack, blocks: int) -> nn.Module:
     assert isinstance(whole, nn.ModuleList)
     dropped = {id(block): None for block in whole[blocks:]}
     copied = copy.deepcopy(model, dropped)  # what the memo holds is not copied
-    kept = copied.get_submodule(stack.name)
-    assert isinstance(kept, nn.ModuleList)
-    del kept[blocks:]
+    layers = copied.get_submodule(stack.name)
+    assert isinstance(layers, nn.ModuleList)
+    del layers[blocks:]
     return copied
 
 
