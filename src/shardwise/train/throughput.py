@@ -34,27 +34,26 @@ class Throughput:
     def __init__(self, warmup: int = 3, clock: Callable[[], float] = time.perf_counter) -> None:
         self._warmup, self._clock = warmup, clock
         self._all = (0.0, 0)  # seconds and tokens of all steps that count
-        self.steps = 0  # that were timed
+        self._seconds = 0.0  # of the step that was timed last
+        self.steps = 0  # that were counted
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of each
         self._between: dict[str, list[float]] = {}  # seconds of each validation, of each save
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time one step."""
+        """Time one step; ``count`` it when its tokens are known."""
         start = self._clock()
         yield
-        seconds = self._clock() - start
+        self._seconds = self._clock() - start
+
+    def count(self, tokens: int) -> None:
+        """Count the step that was timed; ``tokens`` are of all ranks, which know them later."""
         if self.steps == self._warmup:
             self._recent.clear()
             self._all = (0.0, 0)
-        self._recent.append((seconds, 0))
-        self._all = (self._all[0] + seconds, self._all[1])
+        self._recent.append((self._seconds, tokens))
+        self._all = (self._all[0] + self._seconds, self._all[1] + tokens)
         self.steps += 1
-
-    def count(self, tokens: int) -> None:
-        """Say how many tokens the last step had, over all ranks, which know it after the step."""
-        self._recent[-1] = (self._recent[-1][0], tokens)
-        self._all = (self._all[0], self._all[1] + tokens)
 
     @property
     def seconds_per_step(self) -> float:
