@@ -78,7 +78,6 @@ def shape_of(
     Args:
         strategy: the model's, for errors.
         hybrid: it uses two axes.
-        world: number of ranks.
         mesh: ``(replicate, shard)``, or a ``DeviceMesh`` of two axes; else a row is a host.
         local_size: ranks on this host; ``None`` = unknown.
 

@@ -59,7 +59,6 @@ class Meeting:
 
     Args:
         launch: which rank this is, and where the store is.
-        serves: does this rank serve the store?
         timeout: seconds that the ranks have to meet.
         attempt: how often the launcher of this host has restarted its ranks.
     """

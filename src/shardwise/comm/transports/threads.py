@@ -36,7 +36,6 @@ def run(world: int, fn: Callable[[Comm], T], timeout: float = 60.0) -> list[T]:
 
     Args:
         world: number of ranks; with 1 the comm is a ``LocalComm`` and ``fn`` still has a thread.
-        fn: what every rank does.
         timeout: seconds that a rank waits for another, and that this call waits for all.
 
     Raises:

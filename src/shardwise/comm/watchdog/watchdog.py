@@ -94,7 +94,6 @@ class Watchdog:
     # --- called by the comm ----------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Raise ``RanksDisagree`` if the group has failed."""
         if self.failure:
             raise RanksDisagree(self._where + self.failure)
 

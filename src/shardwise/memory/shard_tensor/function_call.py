@@ -36,7 +36,6 @@ class Call:
 
     @property
     def first(self) -> Any:
-        """The first shard."""
         return next(filter(self.is_shard, self.tensors()))
 
     @property
