@@ -253,6 +253,20 @@ def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(losses(tmp_path)) == 4
 
 
+def test_an_empty_recipe_says_what_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "e.yaml").write_text("# later\n")
+    recipe = tmp_path / "e.yaml"
+    assert failed(str(recipe), "--kill-rank", "7@1") == 1
+    assert capsys.readouterr().out == (
+        f"note      {recipe} sets no key: this trains a new decoder of 4 layers on stdlib, into "
+        "runs/train\n"
+    )
+    assert failed(str(recipe_file(tmp_path)), "--kill-rank", "7@1") == 1
+    assert not capsys.readouterr().out
+
+
 # --- stopped and gone on, in this process ----------------------------------------------------
 
 

@@ -25,7 +25,9 @@ from shardwise.comm.machine.environment import read_launch
 from shardwise.errors import ConfigError
 from shardwise.launch.fork import can_fork
 from shardwise.launch.launcher import exit_with_launcher, start, threads_of_ranks
+from shardwise.recipe.read import parse
 from shardwise.recipe.recipe import Recipe
+from shardwise.recipe.shipped import path_of
 
 
 def run_train(recipe: Recipe, arguments: Sequence[str], options: TrainOptions) -> None:
@@ -39,6 +41,8 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: TrainOptions) -
     launch = read_launch(os.environ)
     if launch is not None:  # before torch is imported: a launcher that dies meanwhile is missed
         exit_with_launcher(os.environ)
+    else:
+        _say_what_an_empty_file_trains(recipe, arguments[0])
     if launch is None and options.nproc is None:
         options = replace(options, nproc=_ranks_of(recipe, arguments[0]))
     restarts = recipe.launch.restarts if options.restarts is None else options.restarts
@@ -55,6 +59,16 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: TrainOptions) -
             train_rank.run_rank(recipe, launch, options)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _say_what_an_empty_file_trains(recipe: Recipe, path: str) -> None:
+    """A file without a key may be a mistake, and all of what it trains has its default."""
+    if not parse(path_of(path))[0]:
+        model = recipe.model.source or f"a new decoder of {recipe.model.layers} layers"
+        click.echo(
+            f"note      {path} sets no key: this trains {model} on {recipe.data.source}, into "
+            f"{recipe.run.folder}"
+        )
 
 
 def _ranks_of(recipe: Recipe, path: str) -> int | None:
