@@ -97,7 +97,7 @@ def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (("--gpus", "2xL4", "--lora", "r=4"), "--lora and --quantize are for models of transf"),
         (("--gpus", "2xL4", "--micro-batch", "3"), "such as 18"),
         (("--gpus", "2xL4", "--global-batch", "many"), "no quantity"),
-        (("--gpus", "4xL4", "--global-batch", "130"), "nearest is --global-batch 512"),
+        (("--gpus", "4xL4", "--global-batch", "130"), "nearest is --global-batch 4,096"),
         (("--gpus", "2xL4", "--tokens", "1..5B"), "'1..5B' is no quantity"),
         (("--gpus", "2xL4", "--tokens", "0"), "'0' is no quantity"),
         (("--gpus", "2xL4", "--link", "0Gb/s"), "no link is called '0Gb/s'"),

@@ -153,6 +153,15 @@ def test_what_cannot_be_merged_is_refused(
         merged_weights(source, adapter)
 
 
+def test_a_base_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    base = tiny("llama", tmp_path / "base")
+    adapter = written(base, {"target_modules": ["up_proj"]}, tmp_path / "adapter")
+    (base / "config.json").write_text("{}")
+    message = r"config\.json describes no model of this version of transformers"
+    with CheckpointReader.open(base) as source, pytest.raises(sw.ConfigError, match=message):
+        merged_weights(source, adapter)
+
+
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     base = tiny("llama", tmp_path / "base")
     wide = tiny("llama", tmp_path / "wide", intermediate_size=64)

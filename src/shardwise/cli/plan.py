@@ -73,7 +73,8 @@ class PlanOptions:
         """Rows of a step; from tokens the nearest number that the ranks can share."""
         if self.global_batch is None:
             return subject.question.rows
-        tokens, at_a_time = quantity(self.global_batch), self.ranks * (self.micro_batch or 1)
+        chosen = subject.chosen.micro_batch if subject.chosen else 1
+        tokens, at_a_time = quantity(self.global_batch), self.ranks * (self.micro_batch or chosen)
         of_one = at_a_time * subject.length
         times = max(1, round(tokens / of_one))
         if abs(times * of_one / max(tokens, 1) - 1) > CLOSE:

@@ -21,7 +21,7 @@ from shardwise.checkpoint.reader import CheckpointReader
 from shardwise.checkpoint.safetensors_format import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.hf.adapters import check_adapter, is_layer, read_adapter
-from shardwise.hf.folder import new_model
+from shardwise.hf.folder import config_of, new_model
 
 Make = Callable[[], Tensor]
 
@@ -38,16 +38,15 @@ def merged_weights(source: CheckpointReader, folder: Path) -> dict[str, Make]:
     Raises:
         CheckpointError: the adapter is not one of this base's, changes one of two tied weights, or
             changes a weight that the base's files hold under another name.
+        ConfigError: the base is no model of transformers, but an adapter, say.
     """
     import peft
-    import transformers as hf
 
     check_adapter(folder)
     config: Any = peft.PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = None  # or peft warns that the model has another name
     with torch.device("meta"):
-        settings = hf.AutoConfig.from_pretrained(source.folder, local_files_only=True)
-        base: Any = new_model(settings)
+        base: Any = new_model(config_of(source.folder))
         _check_rows(config.trainable_token_indices or (), base, folder)
         names = defaultdict[nn.Parameter, list[str]](list)
         for name, param in base.named_parameters(remove_duplicate=False):
