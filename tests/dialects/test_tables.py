@@ -227,3 +227,11 @@ def test_betas_that_trainer_fills_in_are_no_letters() -> None:
     report = read(tree, "deepspeed")
     assert report.policy.betas is None
     assert report.entries[1].text == "Trainer fills it in; set optimizer.betas"
+
+
+def test_what_no_whole_number_holds_is_not_taken() -> None:
+    report = read(
+        {"train_batch_size": float("inf"), "zero_optimization": {"stage": 1}}, "deepspeed"
+    )
+    assert report.entries[0].status in ("ignored", "contradictory")
+    assert report.policy.rows is None

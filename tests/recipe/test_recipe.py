@@ -57,6 +57,11 @@ def test_a_loss_scale_fits_float32() -> None:
         Recipe.model_validate({"optimizer": {"loss_scale": 1e300}})
 
 
+def test_a_vocabulary_is_one_that_a_tokenizer_can_have() -> None:
+    with pytest.raises(ValidationError, match="less than"):
+        Recipe.model_validate({"tokenizer": {"vocabulary": 2**70}})
+
+
 def test_weights_are_read_as_floating_point_numbers() -> None:
     with pytest.raises(ValidationError, match=r"float32.*bfloat16"):
         Recipe.model_validate({"model": {"from": "x", "dtype": "int8"}})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.report.page import page
 from shardwise.report.run import read_run
-from tests.report.runs import folder_of_a_run
+from tests.report.runs import STEP, folder_of_a_run
 
 
 def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
@@ -39,6 +41,7 @@ def test_lines_and_steps_of_another_version_are_as_if_they_were_not_there(tmp_pa
     before = read_run(folder).lines
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"record": "stepped", "step": 9, "time": 1.0}\n{"record": ["saved"]}\n')
+        file.write('{"record": "sampled", "time": 1.0}\n{"record": "finished", "step": "x"}\n')
     (folder / "step.json").write_text('{"step": 3}', "utf-8")
     run = read_run(folder)
     assert run.lines == before
@@ -48,3 +51,22 @@ def test_lines_and_steps_of_another_version_are_as_if_they_were_not_there(tmp_pa
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the folder of a run: metrics\.jsonl cannot be"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"moments": 3},
+        {"moments": [[0.0, [1, 2], None]]},
+        {"kinds": None},
+        {"planned": [1]},
+        {"planned_most": {"gathered": 1}},
+    ],
+)
+def test_a_step_of_another_form_is_as_if_it_were_not_there(
+    tmp_path: Path, changed: dict[str, object]
+) -> None:
+    folder = folder_of_a_run(tmp_path / "run")
+    (folder / "step.json").write_text(json.dumps({**STEP, **changed}), "utf-8")
+    assert read_run(folder).step is None
+    assert page([read_run(folder)])

@@ -178,7 +178,7 @@ def _match(dialect: Dialect, key: str, raw: Any) -> _Match | Entry:
                 raise ValueError("it is an expression")
             value = row.convert.none if raw is None else row.convert.read(raw)
             return _Match(key, raw, row, value)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             problem = problem or f"not a value of this key; {error}"
     if is_computed and key == dialect.words:
         return Entry(key, raw, "ignored", f"{_COMPUTED}; set sharding.strategy in the recipe")

@@ -88,6 +88,9 @@ class TokenizerConfig(Section):
         None, min_length=1, description="a tokenizer.json, or its folder; null = train one"
     )
     vocabulary: int = Field(
-        2048, ge=257, description="vocabulary size to train, at least 257: 256 bytes, the end token"
+        2048,
+        ge=257,
+        lt=2**31,
+        description="vocabulary size to train, at least 257: 256 bytes, the end token",
     )
     end: str = Field("<|endoftext|>", min_length=1, description="token at the end of a document")

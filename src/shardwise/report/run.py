@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from shardwise.errors import ConfigError
 from shardwise.recipe.read import flatten
@@ -23,7 +24,19 @@ NEEDED = {  # keys of a line, by its record
     "evaluated": ("step", "loss"),
     "saved": ("step", "nbytes"),
     "resumed": ("step",),
+    "sampled": ("prompt", "text"),
+    "warned": ("message",),
 }
+
+
+class Step(BaseModel):
+    """The content of step.json: see ``train/recorded_step.py``."""
+
+    step: int
+    kinds: list[str]
+    moments: list[tuple[float, list[int], tuple[str, str, str, str] | None]]
+    planned: list[tuple[int | None, int | None]] = []
+    planned_most: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +79,17 @@ def read_run(path: Path) -> Run:
         ) from None
     lines = tuple(line for line in lines_until(text.split("\n"), math.inf) if _has_all(line))
     recipe, step = _parsed(path / RECIPE), _parsed(path / STEP)
-    is_whole = step is not None and {"step", "kinds", "moments"} <= step.keys()
-    return Run(path.resolve().name, lines, flatten(recipe or {}), step if is_whole else None)
+    return Run(path.resolve().name, lines, flatten(recipe or {}), step if _is_step(step) else None)
+
+
+def _is_step(step: Mapping[str, Any] | None) -> bool:
+    """Can it be drawn? Another version's may not, or a damaged one."""
+    try:
+        read = Step.model_validate(step)
+    except ValidationError:
+        return False
+    is_whole = read.planned_most is None or read.planned_most.keys() == {*read.kinds}
+    return is_whole and all(len(nbytes) == len(read.kinds) for _, nbytes, _ in read.moments)
 
 
 def _has_all(line: Line) -> bool:

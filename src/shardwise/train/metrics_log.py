@@ -88,7 +88,8 @@ def lines_until(lines: Iterable[str], step: float) -> Iterator[dict[str, Any]]:
             parsed = json.loads(line)
         except ValueError:
             return
-        if not isinstance(parsed, dict) or parsed.get("step", 0) > step:
+        at = parsed.get("step", 0) if isinstance(parsed, dict) else None
+        if not isinstance(at, int) or at > step:
             return
         yield parsed
 
