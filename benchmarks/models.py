@@ -149,7 +149,7 @@ class Adapted(nn.Module):
         nn.init.normal_(self.up.weight, std=0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the frozen map."""
+        """The output of the frozen map, and the adapter's."""
         out: Tensor = self.frozen(x) + self.up(self.down(x))
         return out
 

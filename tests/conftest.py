@@ -170,26 +170,28 @@ def _choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in (item for item in items if item.get_closest_marker("prove") is None):
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     shown: dict[Path, set[Value]] = {}
-    kept = {
+    chosen = {
         item
         for group in tests.values()
         for item in covering(group, shown.setdefault(group[0].path, set()))
     }
-    kept |= {item for item in items if item.nodeid in named}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    chosen |= {item for item in items if item.nodeid in named}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def covering(items: list[pytest.Item], shown: set[Value]) -> list[pytest.Item]:
     """Some of one test's items: each case, or a combination of what is not ``shown`` yet."""
     values = {item: _values(item) for item in items}
     missing = {value for each in values.values() for value in each if value[0] not in AXES}
-    left = list(items)
+    uncovered = list(items)
     chosen: list[pytest.Item] = []
-    while left and (missing or not chosen):
-        best = max(left, key=lambda item: (len(values[item] & missing), len(values[item] - shown)))
+    while uncovered and (missing or not chosen):
+        best = max(
+            uncovered, key=lambda item: (len(values[item] & missing), len(values[item] - shown))
+        )
         chosen.append(best)
-        left.remove(best)
+        uncovered.remove(best)
         missing -= values[best]
         shown |= {value for value in values[best] if value[0] in AXES}
     return chosen

@@ -57,7 +57,7 @@ _OPTIONS = inspect.signature(_start)
 
 
 def _fork(process: Any, *given: Any) -> None:
-    """In place of ``Popen._execute_child``."""
+    """A fork in place of ``Popen._execute_child``."""
     options = _OPTIONS.bind(process, *given).arguments
     command = [os.fspath(word) for word in options["args"]]
     if command[0] != sys.executable:

@@ -65,8 +65,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, source: Tensor | None = None) -> Tensor:
-        seen = x if source is None else source
-        q, k, v = (self._split(part) for part in (self.query(x), self.key(seen), self.value(seen)))
+        keyed = x if source is None else source
+        q, k, v = (
+            self._split(part) for part in (self.query(x), self.key(keyed), self.value(keyed))
+        )
         scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
         if source is None:
             future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)

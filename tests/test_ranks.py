@@ -108,11 +108,11 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
 def test_the_server_of_all_processes_has_no_variable_of_the_test_that_starts_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen = dict[str, str]()
-    monkeypatch.setattr(forkserver, "ensure_running", lambda: seen.update(os.environ))
+    environment = dict[str, str]()
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: environment.update(os.environ))
     monkeypatch.setenv("ZE_AFFINITY_MASK", "3")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     fork_server()
-    assert "ZE_AFFINITY_MASK" not in seen
-    assert seen["HF_HUB_OFFLINE"] == "1"
+    assert "ZE_AFFINITY_MASK" not in environment
+    assert environment["HF_HUB_OFFLINE"] == "1"
     assert os.environ["ZE_AFFINITY_MASK"] == "3"

@@ -62,7 +62,7 @@ ROWS = [row for section in SECTIONS.values() for row in rows(section)]
 
 
 class LlamaDecoderLayer(nn.Linear):
-    """Of that name."""
+    """A layer of that name."""
 
 
 def llama() -> nn.Module:

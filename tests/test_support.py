@@ -214,8 +214,8 @@ def covering(rows: list[Combination], size: int, axes: int = len(AXES)) -> Itera
     chance, trains = random.Random(0), refusal(rows[0]) is None
     for part in sorted(missing):
         while part in missing:
-            some = [dict(enumerate(row)) | dict(part) for row in chance.sample(rows, 20)]
-            changed = [tuple(values.values()) for values in some]
+            sampled = [dict(enumerate(row)) | dict(part) for row in chance.sample(rows, 20)]
+            changed = [tuple(values.values()) for values in sampled]
             fitting = [row for row in changed if (refusal(row) is None) is trains]
             if fitting:  # to compile takes ten times as long as all else, so few rows do
                 gain = {
@@ -323,8 +323,8 @@ def test_a_combination_trains_or_is_refused(combination: Combination) -> None:
         with pytest.raises(refused.error, match=refused.message):
             trained(combination, ranks)
         return
-    kept = {"precision", "optimizer", "buffers"}
-    part = [(axis, combination[axis]) for axis, name in enumerate(AXES) if name in kept]
+    axes = {"precision", "optimizer", "buffers"}
+    part = [(axis, combination[axis]) for axis, name in enumerate(AXES) if name in axes]
     expected = alone(tuple(part), ranks)
     tolerance = max(value.tolerance for value in values)
     assert off(trained(combination, ranks), expected, tolerance) == {}

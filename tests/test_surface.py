@@ -234,7 +234,7 @@ def peers_of_a_plan(source: Source) -> list[str]:
 
 
 def torch_distributed(source: Source) -> list[str]:
-    """By import in any spelling, and by reaching through ``torch.distributed``."""
+    """Uses by import in any spelling, and by reaching through ``torch.distributed``."""
     if under(source.name, MAY_IMPORT_TORCH_DISTRIBUTED):
         return []
     wrong = {name for name in source.imports if f"{name}.".startswith("torch.distributed.")}

@@ -71,22 +71,22 @@ def test_an_untracked_view_is_a_tensor_of_its_own_for_autograd() -> None:
 
 def test_lists_of_a_class_are_taken_by_one_function() -> None:
     """Else torch's ``clip_grad_norm_`` would make a collective for each parameter."""
-    seen = list[str]()
+    calls_seen = list[str]()
 
     class Noted(Tensor):
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            seen.append(func.__name__)
+            calls_seen.append(func.__name__)
             with internals.disable_torch_function():
                 return func(*args, **(kwargs or {}))
 
     gradients = [torch.ones(2).as_subclass(Noted) for _ in range(2)]
     for calls in (0, 1):
-        seen.clear()
+        calls_seen.clear()
         torch.nn.utils.get_total_norm(gradients)
-        assert seen.count("_foreach_norm") == calls
+        assert calls_seen.count("_foreach_norm") == calls
         internals.take_in_lists(Noted)
 
 
@@ -302,16 +302,16 @@ def test_modules_hold_what_is_theirs_in_dicts_that_may_be_changed() -> None:
 
 def test_load_state_dict_tells_its_hooks_of_assign() -> None:
     """Else ``assign=True`` would replace shards by parameters that no rank trains."""
-    seen: list[object] = []
+    assigns: list[object] = []
 
     def note(module: Any, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        seen.append(metadata.get(internals.ASSIGN, False))
+        assigns.append(metadata.get(internals.ASSIGN, False))
 
     model = nn.Linear(2, 2)
     model.register_load_state_dict_pre_hook(note)
     model.load_state_dict(model.state_dict())
     model.load_state_dict(model.state_dict(), assign=True)
-    assert seen == [False, True]
+    assert assigns == [False, True]
 
 
 # ---- autograd --------------------------------------------------------------------------------
@@ -373,18 +373,18 @@ def test_a_backward_pass_has_a_number_and_calls_back_at_its_end() -> None:
 def test_what_calls_back_goes_where_a_backward_pass_raises() -> None:
     """Else parameters would stay whole, and without their gradients, in the handler of a user."""
     leaf, log = torch.ones(2, requires_grad=True), list[object]()
-    held: list[weakref.ref[object]] = []
+    references: list[weakref.ref[object]] = []
 
     def hook(_: Tensor) -> None:
         token = Token()
-        held.append(weakref.ref(token))
+        references.append(weakref.ref(token))
         internals.queue_callback(partial(log.append, token))
         raise ValueError("on purpose")
 
     leaf.register_hook(hook)
     with pytest.raises(ValueError, match="on purpose"):
         (leaf * 2).sum().backward()
-    assert held[0]() is None
+    assert references[0]() is None
     assert not log
 
 

@@ -34,10 +34,10 @@ class Written(TorchDispatchMode):
     ) -> Any:
         named = dict(kwargs or {})
         result = func(*args, **named)
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | named
+        by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | named
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self._count(func.overloadpacket.__name__, given.get(argument.name))
+                self._count(func.overloadpacket.__name__, by_name.get(argument.name))
         return result
 
     def _count(self, name: str, written: Any) -> None:

@@ -89,7 +89,7 @@ def run(config: Config, log: Log) -> Iterator[Report]:
 
 
 def row_of(ranks: Sequence[Sequence[Lap]]) -> Row:
-    """From every rank's laps with one method."""
+    """The row of one method, from every rank's laps."""
     rounds = list(zip(*ranks, strict=True))
 
     def seconds(name: str) -> list[float]:

@@ -50,7 +50,7 @@ class Size:
 
     @property
     def config(self) -> ModelConfig:
-        """As many blocks as fit; their number is what varies."""
+        """A configuration with as many blocks as fit; their number is what varies."""
         block = 4 * self.width**2 + 3 * self.width * (self.width * 43 // 16)
         rest = self.gigabytes * 1e9 / BYTES - 2 * self.vocabulary * self.width
         return decoder_config(self.width, max(1, round(rest / block)))
@@ -100,7 +100,7 @@ class TrainedModel:
             value.copy_(bits[kind, name])
 
     def renew(self) -> None:
-        """As just built: no number of before is left, and the optimizer has taken no step."""
+        """Make it as just built: no earlier number is left, and the optimizer has taken no step."""
         for _, _, value, _ in self.places():
             value.fill_(float("nan"))
         self.optimizer = self.new_optimizer()
@@ -193,7 +193,7 @@ def fsdp2(size: Size) -> TrainedModel:
 
 
 def _ready(trained: TrainedModel, size: Size) -> TrainedModel:
-    """With one step taken, so that there are moments, and with everybody's state."""
+    """The model with one step taken, so that there are moments, and with everybody's state."""
     trained.step(size.batch(dist.get_rank()))
     trained.fill()
     return trained

@@ -36,7 +36,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Config:
-    """Which cases."""
+    """The cases that run."""
 
     part: tuple[str, ...] = setting(PARTS, "which kinds of death", PARTS)
     random: int = setting(30, "deaths at random times", least=1)

@@ -28,7 +28,7 @@ from benchmarks.harness.workers import Worker, Workers
 
 RANKS = 2
 GRACE = 10.0  # seconds that ranks have to end when another has failed; our launcher gives 5
-LONGEST = 60.0  # seconds for a run of which nobody dies
+LONGEST = 60.0  # seconds for a run without a kill
 PAUSE = 0.004  # seconds between two looks
 PRELOADED = ("benchmarks.faults.training", "shardwise.comm.machine.connect", "torch._dynamo")
 LAUNCH = (

@@ -103,7 +103,7 @@ class _Saver:
     start: float = 0.0
 
     def save(self, step: int, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
-        """Once or twice, in the foreground or behind it."""
+        """Save once or twice, in the foreground or in the background."""
         how, path = self.case.how, self.run / f"step-{step}"
         if not self.start:
             self.start = time.monotonic()

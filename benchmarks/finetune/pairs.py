@@ -44,7 +44,7 @@ def pairs(text: str) -> Iterator[Pair]:
 
 
 def prompt(docstring: str) -> str:
-    """What the model is asked for a function with."""
+    """The prompt that asks the model for a function."""
     return f'"""{docstring}"""\n'
 
 

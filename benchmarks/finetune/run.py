@@ -156,7 +156,7 @@ def side_table(runs: Mapping[str, Sequence[Sequence[Run]]], setup: Setup) -> Tab
 
 
 def row_of(rounds: Sequence[Sequence[Run]], tokens: int) -> dict[str, float]:
-    """From every round's ranks; ``tokens``: of a step."""
+    """The row of an engine, from every round's ranks; ``tokens``: of a step."""
     seconds = [median(step_seconds(ranks)) for ranks in rounds]
     work = [sum(median(laps(run.work)) for run in ranks) for ranks in rounds]
     peaks = [max(run.peak - _elsewhere(run, len(ranks)) for run in ranks) for ranks in rounds]
@@ -176,7 +176,7 @@ def _elsewhere(run: Run, ranks: int) -> float:
 
 
 def step_seconds(ranks: Sequence[Run]) -> list[float]:
-    """Of each timed step, by the rank that took longest."""
+    """Seconds of each timed step, by the rank that took longest."""
     return slowest([laps(run.ends) for run in ranks], float)
 
 

@@ -39,7 +39,7 @@ class Setup:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """Of the samples and batches; the schedule is constant."""
+        """A recipe of the samples and batches; the schedule is constant."""
         return Recipe.model_validate({
             "tokenizer": {"source": self.base},
             "data": {
@@ -97,7 +97,7 @@ def write_base(like: str, folder: str, vocabulary: int) -> None:
 
 
 def lora() -> LoraConfig:
-    """On all linear layers but the head."""
+    """Adapters on all linear layers but the head."""
     import peft
 
     return peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -45,7 +45,7 @@ class Fitted:
     logarithms: Tensor  # [names], of the constant over its prior
 
     def constants(self) -> Constants:
-        """Those of all machines."""
+        """The constants of all machines."""
         return Constants(**{f.name: self._of("", f.name) for f in fields(Constants)})
 
     def accelerator(self, known: Accelerator) -> Accelerator:

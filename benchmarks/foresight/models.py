@@ -40,7 +40,7 @@ TOKENS, VOCABULARY = (
 
 @dataclass(frozen=True)
 class Adapters:
-    """Of low rank, on frozen weights.
+    """Adapters of low rank, on frozen weights.
 
     Attributes:
         rank: 0 for none.
@@ -211,7 +211,7 @@ def _norm(shape: Shape) -> nn.Module:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is trained of a shape, and how.
+    """The parameters of a shape that are trained, and how.
 
     Attributes:
         length: of a sequence.

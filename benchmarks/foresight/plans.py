@@ -174,7 +174,7 @@ def blueprint_of(case: Case, layers: int = 2) -> Blueprint:
 
 
 def _classes(case: Case) -> tuple[str, ...]:
-    """Of modules that are units; a table that is the head, too, stays with it."""
+    """Classes of modules that are units; a table that is the head, too, stays with it."""
     apart = case.software.apart and not case.shape.tied
     return ("Block", "Embedding") if apart else ("Block",)
 

@@ -183,7 +183,7 @@ def _check(row: Row) -> None:
 
 
 def _shape(row: Row) -> Shape:
-    """As it is named or stated, with what the notes say of its vocabulary and its head."""
+    """The shape as named or stated, with what the notes say of its vocabulary and its head."""
     shape, notes = _plain_shape(row), row["notes"]
     other = re.search(r"vocabulary of ([\d,]*\d|[A-Z][\w.]* \d[\d.]*)", notes)
     if other is not None:
@@ -251,7 +251,7 @@ def _required(row: Row, name: str, reason: str) -> float:
 
 
 def _ranks(row: Row) -> int:
-    """Of a number, or of hosts times devices."""
+    """The number of ranks: a number, or hosts times devices."""
     hosts = re.match(r"(\d+)(?: nodes?)? ?[x×*] ?(\d+)", row["n_gpus"])
     if hosts is not None:
         return int(hosts[1]) * int(hosts[2])

@@ -26,13 +26,13 @@ class Shape:
 
     @property
     def block_parameters(self) -> int:
-        """Of the products of one block."""
+        """Parameters of the products of one block."""
         attended = self.head_size * (self.heads + self.kv_heads)
         return self.width * (2 * attended + (2 + self.gated) * self.hidden)
 
     @property
     def parameters(self) -> int:
-        """Without norms and positions."""
+        """All parameters but norms and positions."""
         tables = self.vocabulary * self.width * (1 if self.tied else 2)
         return self.layers * self.block_parameters + tables
 
@@ -269,7 +269,7 @@ ALIKE = {  # names of models of the same shape
 
 
 def plain_name(name: str) -> str:
-    """In small letters, with dashes, and without what tells no shape."""
+    """The name in small letters, with dashes, and without what tells no shape."""
     plain = _dashed(name)
     for pattern, other in ALIKE.items():
         plain = re.sub(pattern, other, plain)

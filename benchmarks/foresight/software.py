@@ -160,7 +160,7 @@ def software_of(row: Row, layers: int) -> Software:
 
 
 def _usual(row: Row) -> Software:
-    """Of the framework, with what it does otherwise for such rows."""
+    """The defaults of the framework, with what it does otherwise for such rows."""
     framework = row["framework"].lower()
     usual = next((s for name, s in SOFTWARE.items() if framework.startswith(name)), None)
     if usual is None:
@@ -268,7 +268,7 @@ def _checkpointing(policy: str, layers: int) -> Checkpointing:
 
 
 def rank_of(row: Row, usual: Adapters) -> int:
-    """Of the adapters; 0 for none."""
+    """The rank of the adapters; 0 for none."""
     if "lora" not in row["task"].lower() and "LoRA on" not in row["strategy"]:
         return 0
     stated = re.search(r"\br(?:ank)? ?=? ?(\d+)", row["task"])
@@ -282,6 +282,6 @@ def quantized(row: Row) -> bool:
 
 
 def _year(row: Row) -> int:
-    """Of a document whose name has its month, or of Blackwell; 0 for others."""
+    """The year of a document whose name has its month, or of Blackwell; 0 for others."""
     stated = re.search(r"_(20\d\d)(?:0\d|1[0-2])_", row["source"])
     return int(stated[1]) if stated else 2025 * bool(re.search(r"\bG?B[23]00", row["gpu"]))

@@ -125,7 +125,7 @@ class CopyRecorder(TorchDispatchMode):
 
 
 def _frames() -> Iterator[Frame]:
-    """Of this thread, innermost first."""
+    """The frames of this thread, innermost first."""
     frame = sys._getframe()  # noqa: SLF001 - `traceback` reads source files
     while frame is not None:
         yield file_in_package(frame.f_code.co_filename), frame.f_code.co_name

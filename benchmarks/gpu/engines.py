@@ -77,7 +77,7 @@ class Setup:
         return model
 
     def batch(self, seed: int) -> Batch:
-        """On the device."""
+        """A batch on the device."""
         batch = self.task.batch(torch.Generator().manual_seed(seed))
         return tuple(rows.to(self.place) for rows in batch)
 

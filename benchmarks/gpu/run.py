@@ -66,7 +66,7 @@ class Config:
     )
 
     def setup(self, model: str, world: int) -> Setup:
-        """Of one case."""
+        """The setup of one case."""
         link = link_of(world, None if self.bandwidth is None else 1e9 * self.bandwidth)
         return Setup(model, world, self.device, link, self.wire, self.optimizer)
 
@@ -152,7 +152,7 @@ class Case:
             return None
 
     def tables(self) -> tuple[Table, ...]:
-        """As they are now."""
+        """The tables as they are now."""
         setup = self.setup
         compare(self.rows)
         speed = (
@@ -183,7 +183,7 @@ def alone_row(alone: Alone) -> Row:
 
 
 def times_row(mine: Sequence[Lap], rival: Sequence[Lap] | None) -> Row:
-    """From laps in the order of rounds. ``rival``: of as many rounds, or ``None``."""
+    """A row from laps in the order of rounds. ``rival``: of as many rounds, or ``None``."""
     row: Row = {
         "ms": 1e3 * median(lap.whole for lap in mine),
         "min ms": 1e3 * min(lap.whole for lap in mine),

@@ -183,7 +183,7 @@ class _LinkQueue:
 
 
 def _cycles_per_second(device: torch.device) -> float:
-    """Of the clock that ``torch.cuda._sleep`` counts, as fast as it runs now."""
+    """Cycles of the clock that ``torch.cuda._sleep`` counts, as fast as it runs now."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles = 200_000_000  # about a tenth of a second
     for _ in range(2):  # the first wakes the device
@@ -218,6 +218,6 @@ class EchoStore(Store):
 
 
 def _own(key: str) -> str:
-    """Of ``texts/12/5``, which rank 5 would write, the key that rank 0 writes."""
+    """The key that rank 0 writes where ``texts/12/5`` is rank 5's."""
     kind, _, _ = key.partition("/")
     return f"{key.rpartition('/')[0]}/0" if kind == "texts" else key

@@ -67,7 +67,7 @@ class Table:
         return cls(title, (first, *present), cells, tuple(remarks))
 
     def lines(self) -> list[str]:
-        """As plain text: the first column to the left, the others to the right."""
+        """The table as plain text: the first column to the left, the others to the right."""
         heads = [column.name for column in self.columns]
         cells = [[c.text(v) for c, v in zip(self.columns, r, strict=True)] for r in self.rows]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
@@ -103,7 +103,7 @@ class Report:
         return replace(self, tables=shown, notes=self.notes if "notes" in names else ())
 
     def lines(self) -> list[str]:
-        """As plain text."""
+        """The report as plain text."""
         text = [str(self.machine), *self.settings]
         for table in self.tables:
             text += ["", *table.lines()]

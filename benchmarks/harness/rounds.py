@@ -32,7 +32,7 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
 
 
 def slowest(ranks: Sequence[Sequence[Lap]], seconds: Callable[[Lap], float]) -> list[Lap]:
-    """Of each round the lap of the rank that took longest; ``ranks``: each one's laps."""
+    """The lap of the rank that took longest, of each round; ``ranks``: each one's laps."""
     return [max(laps, key=seconds) for laps in zip(*ranks, strict=True)]
 
 

@@ -50,7 +50,7 @@ BUILD: dict[str, Callable[[], nn.Module] | None] = {
 
 
 def task_of(model: str, rows: int) -> Task:
-    """Of 30 to 34 M parameters, with rows of 128 tokens."""
+    """A task of 30 to 34 M parameters, with rows of 128 tokens."""
     task, build = decoder(decoder_config(WIDTH, LAYERS), VOCABULARY, TOKENS, rows), BUILD[model]
     return task if build is None else replace(task, build=build)
 

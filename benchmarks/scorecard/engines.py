@@ -45,7 +45,7 @@ class Plain:
         """A method other than ``forward`` may be called from outside."""
 
     def muon(self, model: nn.Module) -> Optimizer:
-        """Of a model that has matrices only, and no head."""
+        """Muon for a model that has matrices only, and no head."""
         return torch.optim.Muon(model.parameters(), lr=0.05)
 
     def whole(self, model: nn.Module) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def to_meta(engine: Engine, shards_there: bool) -> Values:
 
 
 def exported(engine: Engine) -> Values:
-    """By transformers' ``save_pretrained``, as a script does at its end."""
+    """The model, saved by transformers' ``save_pretrained``, as a script does at its end."""
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -56,7 +56,7 @@ def second_derivative(engine: Engine) -> Values:
 
 
 def gradients(engine: Engine) -> Values:
-    """By ``torch.autograd.grad``."""
+    """Gradients by ``torch.autograd.grad``."""
     model = engine.shard(seeded())
     names, params = zip(*model.named_parameters(), strict=True)
     loss = sum(squares(model, rank, 0) / len(engine.ranks) for rank in engine.ranks)
@@ -64,7 +64,7 @@ def gradients(engine: Engine) -> Values:
 
 
 def gradient_norms(engine: Engine) -> Values:
-    """For a log, of each parameter by itself."""
+    """Norms for a log, of each parameter by itself."""
     model = engine.shard(seeded())
     for rank in engine.ranks:
         (squares(model, rank, 0) / len(engine.ranks)).backward()

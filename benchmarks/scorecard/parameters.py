@@ -54,7 +54,7 @@ def changed(net: Net, kind: str) -> None:
 
 
 class Narrow(nn.Linear):
-    """In bfloat16, in a unit that is not."""
+    """A parameter in bfloat16, in a unit that is not."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -65,7 +65,7 @@ class Narrow(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    """With a scalar."""
+    """A module with a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -76,7 +76,7 @@ class Scaled(nn.Linear):
 
 
 class Transposed(nn.Module):
-    """Whose weight is not contiguous."""
+    """A module whose weight is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def tables_apart(engine: Engine) -> Values:
 
 
 def clipped(engine: Engine) -> Values:
-    """By torch's function, whose result is logged."""
+    """The norm by torch's function, whose result is logged."""
     model = engine.shard(seeded())
     norms: list[Tensor] = []
 

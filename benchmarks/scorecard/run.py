@@ -34,7 +34,7 @@ PRELOADED = ["benchmarks.scorecard.run", "torch.distributed.fsdp", "torch._dynam
 
 @dataclass(frozen=True)
 class Config:
-    """Which cases."""
+    """The cases that run."""
 
     only: str = setting("", "cases whose pain or title contains this")
     limit: int = setting(30, "seconds after which a case hangs", least=1)

@@ -88,7 +88,7 @@ def main(run: Run) -> dict[str, Any]:
 
 
 def shard(model: nn.Module, run: Run) -> sw.Sharded:
-    """Over both hosts; a worker of DiLoCo is a host alone."""
+    """Shard over both hosts; a worker of DiLoCo is a host alone."""
     if run.method == "diloco":
         return sw.shard(model)
     os.environ |= {"RANK": str(run.rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}

@@ -118,7 +118,7 @@ def least_nbytes(method: Method, numel: int, last: int) -> float:
 
 
 def measured(link: int, strategy: str, words: dict[str, Any]) -> dict[str, Any]:
-    """What host 0 says."""
+    """What host 0 prints."""
     environment = {**os.environ, "SHARDWISE_RUN_TOKEN": token_hex(8), "OMP_NUM_THREADS": "1"}
     with hosts(2, link) as pair:
         addresses = [host.address for host in pair]

@@ -59,7 +59,7 @@ grep ' 0A ' /proc/net/tcp /proc/net/tcp6
 
 @dataclass(frozen=True)
 class Config:
-    """How long."""
+    """The length of the run, and its faults."""
 
     faults: int = setting(200, "faults", least=1)
     minutes: int = setting(60, "no fault begins later", least=1)
@@ -137,7 +137,7 @@ def faults_table(lasted: Mapping[str, Sequence[tuple[float, float]]]) -> Table:
 
 
 def kept_table(samples: Mapping[tuple[str, int], list[Row]]) -> Table:
-    """Of each process that has a name, the one that lived longest."""
+    """The process that ran longest, of each name."""
     longest: dict[str, list[Row]] = {}
     for (name, _), each in samples.items():
         longest[name] = max(longest.get(name, []), each, key=len)
@@ -171,7 +171,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 def _leftovers(scene: Scene, shared: set[str]) -> list[str]:
-    """What should have gone with the run."""
+    """What should have been removed with the run."""
     paths = [f"shared memory {name}" for name in sorted(_shared_memory() - shared)]
     known = ("step-", "latest", "broken-")
     folder = scene.disk / "run" / "checkpoints"

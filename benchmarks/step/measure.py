@@ -2,7 +2,7 @@
 
 Before any clock runs, three steps decide whether there is anything to compare: the losses of
 every engine must be those of a plain step whose gradients are averaged by an all-reduce, and
-nobody can win by doing less. The plain step that serves as the unit of time talks to nobody, so
+nobody can win by doing less. The plain step that serves as the unit of time sends nothing, so
 only its first loss can agree.
 """
 

@@ -148,7 +148,7 @@ def timed_rows(ranks: Sequence[Mapping[str, Measured]], setup: Setup) -> dict[st
 
 
 def times(engine: str, ranks: Sequence[Mapping[str, Measured]]) -> Row:
-    """From every rank's laps; a step lasts until its slowest rank is done."""
+    """Times from every rank's laps; a step lasts until its slowest rank is done."""
     laps, plain_laps = (
         slowest([rank[name].laps for rank in ranks], lambda lap: lap.whole)
         for name in (engine, PLAIN)
@@ -168,7 +168,7 @@ def times(engine: str, ranks: Sequence[Mapping[str, Measured]]) -> Row:
 
 
 def traffic(engine: str, ranks: Sequence[Mapping[str, Measured]], least: int) -> Row:
-    """From every rank's counts: the largest."""
+    """Bytes and calls from every rank's counts: the largest."""
     sent = max(rank[engine].sent for rank in ranks)
     copied = max(rank[engine].copied - rank[PLAIN].copied for rank in ranks)
     return {

@@ -104,9 +104,9 @@ def test_without_labels_the_mean_is_nan_and_its_gradients_are_0_as_the_plain_one
     """One micro-batch without a label would else make NaN of the head for good."""
     linear = nn.Linear(6, 41)
     head = Adapted(linear) if adapted else linear
-    value, *rest = gradients(both(head, torch.full((3, 5), -100))[0], head, torch.ones(3, 5, 6))
+    value, *slopes = gradients(both(head, torch.full((3, 5), -100))[0], head, torch.ones(3, 5, 6))
     assert value.isnan()
-    assert not any(gradient.any() for gradient in rest)
+    assert not any(slope.any() for slope in slopes)
 
 
 def test_a_loss_of_half_precision_is_summed_in_float32() -> None:
@@ -133,10 +133,10 @@ def allocated(run: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None
-    held, most = 0, 0
+    nbytes, most = 0, 0
     for event in profiled.profiler.kineto_results.events():
-        held += event.nbytes() if event.name() == "[memory]" else 0
-        most = max(most, held)
+        nbytes += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, nbytes)
     return most
 
 

@@ -1,4 +1,4 @@
-"""The front door: what ``shard()`` takes, what it leaves as it was, and what it refuses."""
+"""The entry point: what ``shard()`` takes, what it leaves as it was, and what it refuses."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def test_without_buckets_each_parameter_is_cut_along_its_first_dimension(world: 
 
 def test_what_does_not_divide_is_refused_on_request_with_the_seeds_sentence() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
-        wanted = {"comm": comm, "bucketing": "none", "uneven": "error"}
-        text = error_text(sw.ConfigError, lambda: sw.shard(model, **wanted))  # type: ignore[arg-type]
+        options = {"comm": comm, "bucketing": "none", "uneven": "error"}
+        text = error_text(sw.ConfigError, lambda: sw.shard(model, **options))  # type: ignore[arg-type]
         assert shardings(model) == {}
         sw.shard(model, comm=comm, bucketing="none")
         return text

@@ -56,9 +56,9 @@ def test_trainer_deals_out_the_rows_that_our_ranks_take() -> None:
     rows, config = SampleRows(examples, context=4), BatchConfig(rows=4, micro=2)
     ours = [Batches(rows, config, 0, rank, 2) for rank in range(2)]
     trainers = Samples(ours[0], steps=3)
-    wanted = [ids for step in range(3) for each in ours for ids in each.step(step)[0].ids]
-    assert len(trainers) == len(wanted) == 12
-    for number, ids in enumerate(wanted):
+    expected = [ids for step in range(3) for each in ours for ids in each.step(step)[0].ids]
+    assert len(trainers) == len(expected) == 12
+    for number, ids in enumerate(expected):
         item = trainers[number]
         assert torch.equal(item["input_ids"], ids)
         assert item["shift_labels"].tolist() == [*(ids[1:]).tolist(), -100]

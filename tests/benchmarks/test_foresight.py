@@ -525,10 +525,10 @@ def test_compiled_blocks_keep_what_products_need_and_no_more(small: Case) -> Non
         replace(small, software=replace(software, compiled=c)) for c in (False, True)
     )
     of = SMALL
-    kept = 4 * of.width + of.heads * of.head_size * 4 + 3 * of.hidden  # inputs of products
+    columns = 4 * of.width + of.heads * of.head_size * 4 + 3 * of.hidden  # inputs of products
     span = work_of(compiled).forward[2]
     tokens = small.micro_batch * small.length
-    assert span.grown == pytest.approx(2 * kept * tokens, rel=0.05)
+    assert span.grown == pytest.approx(2 * columns * tokens, rel=0.05)
     assert peak_of(compiled) < peak_of(eager)
 
 
@@ -652,8 +652,8 @@ def test_a_fit_finds_constants_of_rows_that_they_made(small: Case) -> None:
     for row, length in enumerate((256, 512, 1024, 2048)):
         shape = replace(SMALL, width=1024, hidden=4096, head_size=64, heads=16, kv_heads=16)
         plan = plan_of(replace(small, number=str(row), length=length, shape=shape))
-        made = plan.forecast(accelerator, USUAL).tokens_per_second
-        plans.append(replace(plan, case=replace(plan.case, tokens_per_second=made)))
+        rate = plan.forecast(accelerator, USUAL).tokens_per_second
+        plans.append(replace(plan, case=replace(plan.case, tokens_per_second=rate)))
     fit = Fit.of(plans)
     assert max(abs(fit.fitted.error(plan)) for plan in plans) < 0.05
     judgement = judge(plans, fit)

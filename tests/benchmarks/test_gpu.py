@@ -193,11 +193,11 @@ def trained(worker: Worker, device: str, engine: str, bandwidth: float) -> None:
     setup = Setup("tinyblocks", 4, device, link_of(4, bandwidth))
     start(setup)
     with SimulatedGroup(4, setup.place, setup.link).installed():
-        made = ENGINES[engine](setup)
+        engine_of = ENGINES[engine](setup)
         losses = []
         for step in range(4):
-            losses.append(made.compute(setup.batch(step)))
-            made.update()
+            losses.append(engine_of.compute(setup.batch(step)))
+            engine_of.update()
     worker.send([loss.item() for loss in losses])
 
 

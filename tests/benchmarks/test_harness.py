@@ -99,8 +99,8 @@ def test_a_command_takes_the_settings_of_its_benchmark(
         assert reports.read(path) == REPORT  # kept whenever there is more
         yield replace(REPORT, failures=1)
 
-    kept = ["--json", str(path), "--plot", str(picture)]
-    result = CliRunner().invoke(command("one", Config, run), [*arguments, *kept])
+    outputs = ["--json", str(path), "--plot", str(picture)]
+    result = CliRunner().invoke(command("one", Config, run), [*arguments, *outputs])
     if isinstance(expected, str):
         assert expected in result.output
         return

@@ -62,10 +62,10 @@ def test_a_mutant_differs_from_its_file_by_its_change_alone() -> None:
 
 def test_a_file_is_tested_by_its_mirror_then_by_its_folder_and_by_processes_last() -> None:
     assert "src/shardwise/comm/watchdog/desync.py" in sources(ROOT, "comm")
-    first, rest, processes = stages(ROOT, "comm", "src/shardwise/comm/watchdog/desync.py")
+    first, others, processes = stages(ROOT, "comm", "src/shardwise/comm/watchdog/desync.py")
     assert first == (["tests/comm/watchdog/test_desync.py"], "not spawn")
-    assert "tests/comm/watchdog/test_watchdog.py" in rest[0]
-    assert processes == (first[0] + rest[0], "spawn")
+    assert "tests/comm/watchdog/test_watchdog.py" in others[0]
+    assert processes == (first[0] + others[0], "spawn")
 
 
 def test_every_folder_has_code_and_tests() -> None:

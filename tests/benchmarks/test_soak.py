@@ -19,8 +19,8 @@ def test_a_table_has_a_row_for_each_kind_of_fault_and_for_each_longest_lived_pro
     assert table.rows == (("link cut", 3, 2.0, 5.0, 2.0),)
     first: Row = {"MiB": 10.0, "files": 5, "threads": 7}
     last: Row = {**first, "MiB": 11.0}
-    kept = kept_table({("rank 0", 17): [first, first, last], ("rank 0", 18): [last]})
-    assert kept.rows == (("rank 0", 2, 10.0, 11.0, 5, 5, 7, 7),)
+    longest = kept_table({("rank 0", 17): [first, first, last], ("rank 0", 18): [last]})
+    assert longest.rows == (("rank 0", 2, 10.0, 11.0, 5, 5, 7, 7),)
 
 
 def test_the_last_step_is_read_with_its_commas() -> None:

@@ -165,11 +165,11 @@ def test_a_writer_that_is_stuck_is_named_while_all_wait_for_it(
 
 def fails(point: str, rank: int) -> Callable[[str, int], None]:
     """A disk that breaks at one point of one rank's next save."""
-    left = [1]
+    failures = [1]
 
     def listener(at: str, who: int) -> None:
-        if (at, who) == (point, rank) and left:
-            left.pop()
+        if (at, who) == (point, rank) and failures:
+            failures.pop()
             raise OSError(28, "No space left on device", "there")
 
     return listener
@@ -384,9 +384,9 @@ def test_a_process_that_dies_while_it_writes_ends_the_others_and_loses_nothing(
     outcomes = outcomes_of(2, killed, str(tmp_path), who)
     assert outcomes[who].exitcode == -signal.SIGKILL
     assert "RanksDisagree" in outcomes[1 - who].error
-    left = names(tmp_path)
-    assert "step-1" in left
-    assert "step-2" not in left
+    remaining = names(tmp_path)
+    assert "step-1" in remaining
+    assert "step-2" not in remaining
     assert (tmp_path / "latest").readlink() == Path("step-1")
 
     def rank(comm: Comm, model: nn.Module) -> None:

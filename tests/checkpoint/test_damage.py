@@ -163,7 +163,7 @@ def grow(path: Path) -> None:
 
 
 def swap_steps(path: Path) -> None:
-    """With the file of the same name of the checkpoint before."""
+    """Swap it with the file of the same name of the checkpoint before."""
     other = Path(str(path).replace("step-2", "step-1"))
     own, others = path.read_bytes(), other.read_bytes()
     path.write_bytes(others)
@@ -171,7 +171,7 @@ def swap_steps(path: Path) -> None:
 
 
 def swap_names(path: Path) -> None:
-    """With another file of the same checkpoint."""
+    """Swap it with another file of the same checkpoint."""
     other = next(p for p in sorted(path.parent.iterdir()) if p.name not in (path.name, LOCK))
     own, others = path.read_bytes(), other.read_bytes()
     path.write_bytes(others)

@@ -53,11 +53,11 @@ def test_a_small_file_is_written_whole_and_over_a_longer_one(tmp_path: Path) -> 
 
 
 def test_who_only_reads_has_lost_nothing() -> None:
-    kept = "Complete checkpoints that were there before are as they were."
+    sentence = "Complete checkpoints that were there before are as they were."
     for reads in (False, True):
         with pytest.raises(CheckpointError) as caught, explained("reading x", reads):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        assert (kept in str(caught.value)) is not reads
+        assert (sentence in str(caught.value)) is not reads
 
 
 def test_a_device_is_no_folder(tmp_path: Path) -> None:

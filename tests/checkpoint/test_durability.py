@@ -86,7 +86,7 @@ def _call(pid: int, text: str, run: Path) -> Call | None:
 
 
 def plain(name: str) -> str:
-    """Without what is drawn by lot."""
+    """The name without its random part."""
     name = re.sub(r"\.partial-[0-9a-f]{16}", ".partial", name)
     return re.sub(r"\.latest-[0-9a-f]{16}", ".latest", name)
 

@@ -28,7 +28,7 @@ def build() -> nn.Module:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """Of two ranks, whose statistics differed; several files, with blocks of 4 MiB."""
+    """A checkpoint of two ranks, whose statistics differed; several files, with blocks of 4 MiB."""
     with zipfile.ZipFile(STORED) as file:
         file.extractall(tmp_path / "step-1")
     return tmp_path / "step-1"

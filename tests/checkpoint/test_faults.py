@@ -70,12 +70,12 @@ OFTEN = ("half of the data written", "about to publish", "about to remove")
 
 def marked(cases: list[Case]) -> list[Any]:
     """Of the deaths at three points one is in every run of the tests: rank 0's or rank 1's."""
-    seen = {*POINTS} - {*OFTEN}
+    unmarked = {*POINTS} - {*OFTEN}
     rows = []
     for case in sorted(cases, key=lambda case: POINTS.index(case.kill.point) % 2 != case.kill.who):
-        marks = [pytest.mark.prove] if case.kill.point in seen else []
+        marks = [pytest.mark.prove] if case.kill.point in unmarked else []
         rows.append(pytest.param(case, id=named(case), marks=marks))
-        seen.add(case.kill.point)
+        unmarked.add(case.kill.point)
     return rows
 
 

@@ -247,14 +247,14 @@ def test_names_with_a_meaning_of_their_own_are_refused(tmp_path: Path, name: str
 
 
 def test_what_the_dead_left_goes_and_what_is_being_written_stays(tmp_path: Path) -> None:
-    kept = checkpoint(tmp_path / "step-1")
+    complete = checkpoint(tmp_path / "step-1")
     dead = Partial.make(tmp_path / "step-2", new_token())
     dead.lock.close()  # as the end of a process does
     alive = Partial.make(tmp_path / "step-2", new_token())
     going = checkpoint(tmp_path / f"step-0.removing-{new_token()}")
     other = checkpoint(tmp_path / "step-5.partial-mine")  # not a name of ours
     assert sorted(remove_stale_partials(tmp_path)) == sorted([dead.path.name, going.name])
-    assert names(tmp_path) == sorted([kept.name, alive.path.name, other.name])
+    assert names(tmp_path) == sorted([complete.name, alive.path.name, other.name])
     alive.lock.close()
     assert remove_stale_partials(tmp_path) == [alive.path.name]
 
@@ -299,9 +299,9 @@ def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
 
 def test_what_was_to_become_latest_goes(tmp_path: Path) -> None:
     move_latest(checkpoint(tmp_path / "step-1"))
-    left = tmp_path / f".latest-{new_token()}"
-    left.symlink_to("step-2")
-    assert remove_stale_partials(tmp_path) == [left.name]
+    link = tmp_path / f".latest-{new_token()}"
+    link.symlink_to("step-2")
+    assert remove_stale_partials(tmp_path) == [link.name]
     assert names(tmp_path) == ["latest", "step-1"]
 
 
@@ -321,7 +321,7 @@ def test_where_nobody_can_lock_only_what_is_an_hour_old_is_removed(
 
 
 def age(path: Path) -> None:
-    """As if nothing had changed there for a little more than an hour."""
+    """Set times as if nothing had changed there for a little more than an hour."""
     for one in (*path.iterdir(), path):
         before = one.stat().st_mtime - lock.SILENCE - 1
         os.utime(one, (before, before))
@@ -394,8 +394,8 @@ def test_removing_takes_the_name_away_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path / "step-1")
-    seen: list[str] = []
-    monkeypatch.setattr(shutil, "rmtree", lambda path: seen.append(path.name))
+    removed: list[str] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path: removed.append(path.name))
     remove(path)
-    assert names(tmp_path) == seen
-    assert seen[0].startswith("step-1.removing-")
+    assert names(tmp_path) == removed
+    assert removed[0].startswith("step-1.removing-")

@@ -46,7 +46,7 @@ class Story:
         way: of ``WAYS``.
         again: the step that is saved when the fault comes; 1 is there already.
         fault: begins it, and returns what ends it. Called once.
-        said: what each rank heard.
+        errors: of each rank, ``""`` without one.
         meanwhile: what was in the folder after the failure.
     """
 
@@ -148,10 +148,10 @@ def test_a_disk_that_fills_up_while_it_is_written(
     way: str, again: int, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does whose promise of space is worth nothing, or that others fill."""
-    kept: list[dict[str, Tensor]] = []
+    before: list[dict[str, Tensor]] = []
 
     def fault() -> Callable[[], None]:
-        kept.append(everything(disk / "step-1"))
+        before.append(everything(disk / "step-1"))
         free = fill(disk, 102_400)
         monkeypatch.setattr("shardwise.checkpoint.disk.free_bytes", lambda folder: 1 << 40)
         monkeypatch.setattr(writer, "fallocate", os.ftruncate)
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_while_it_is_written(
         def over() -> None:
             monkeypatch.undo()
             free()
-            assert same(everything(disk / "step-1"), kept[0])
+            assert same(everything(disk / "step-1"), before[0])
 
         return over
 
@@ -244,7 +244,7 @@ class Failing:
     nth: int
     who: int
     armed: bool = False
-    made: int = 0
+    count: int = 0
     ranks: dict[int | None, int] = field(default_factory=dict)
     failed: str = ""
 
@@ -255,14 +255,14 @@ class Failing:
             rank = int(thread.name[-1])
         if not self.armed or rank != self.who:
             return
-        self.made += 1
-        if self.made == self.nth:
+        self.count += 1
+        if self.count == self.nth:
             self.failed = call
             raise OSError(errno.EIO, os.strerror(errno.EIO), call)
 
 
 def tried(run: Path, way: str, exchanges: bool, failing: Failing) -> list[str]:
-    """What each rank heard of a save over ``step-1`` in which a call failed; then all is well."""
+    """The error on each rank of a save over ``step-1`` in which a call failed; then all is well."""
     errors = ["", ""]
 
     def rank(comm: Comm, model: nn.Module) -> None:
@@ -319,11 +319,11 @@ def test_any_call_may_fail(who: int, way: str, exchanges: bool, tmp_path: Path) 
 def test_a_failure_that_was_waited_for_is_not_told_again(
     tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
 ) -> None:
-    left = [1]
+    failures = [1]
 
     def fail(point: str, rank: int) -> None:
-        if point == "data written" and rank == 0 and left:
-            left.pop()
+        if point == "data written" and rank == 0 and failures:
+            failures.pop()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     listen(fail)

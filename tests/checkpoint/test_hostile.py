@@ -91,7 +91,7 @@ def _parents(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def text_of(value: Any, chance: random.Random) -> bytes:
-    """As JSON, now and then with bytes that are none, or a name that occurs twice."""
+    """The header as JSON, now and then with bytes that are none, or a name that occurs twice."""
     depth = chance.choice([3, 500, 5000])
     text = json.dumps(value).replace(json.dumps(DEEP), "[" * depth + "]" * depth)
     data = bytearray(text.encode())
@@ -105,13 +105,13 @@ def text_of(value: Any, chance: random.Random) -> bytes:
 def model() -> tuple[Two, sw.Sharded, torch.optim.Optimizer]:
     """One for all: a load that is refused leaves it as it was, or says so."""
     torch.manual_seed(0)
-    made = Two()
-    sharded = sw.shard(made)
-    optimizer = adamw(made.parameters())
-    made(torch.ones(2, 3)).square().mean().backward()
+    module = Two()
+    sharded = sw.shard(module)
+    optimizer = adamw(module.parameters())
+    module(torch.ones(2, 3)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return made, sharded, optimizer
+    return module, sharded, optimizer
 
 
 def outcome(do: Callable[[], object]) -> bool:
@@ -136,23 +136,23 @@ def test_headers_are_refused_or_right(
     model: tuple[Two, sw.Sharded, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     """Through ``load``, of a folder without a manifest, where the header is all there is."""
-    made, sharded, _ = model
+    module, sharded, _ = model
     truth = {name: value.clone() for name, value in seeded(Two, 1).state_dict().items()}
     path = tmp_path / "model.safetensors"
     save_file(truth, path)
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
     chance = random.Random(5)
     loaded = 0
     for _ in range(300):
         text = text_of(mutated(header, chance), chance)
         text += b" " * chance.choice([0, 0, 1, 7])
         announced = len(text) if chance.random() < 0.95 else chance.choice([0, 1, 2**40, 2**63])
-        path.write_bytes(announced.to_bytes(8, "little") + text + rest[: chance.choice([None, -1])])
+        path.write_bytes(announced.to_bytes(8, "little") + text + body[: chance.choice([None, -1])])
         if outcome(lambda: sharded.load(tmp_path)):
             loaded += 1
-            state = made.state_dict()
+            state = module.state_dict()
             assert all(torch.equal(state[name], truth[name]) for name in truth), text
     assert 0 < loaded < 300  # such as another __metadata__, or white space
 
@@ -192,8 +192,8 @@ def sign(folder: Path, changes: dict[str, Any] | None = None) -> None:
     for name in fields["files"]:
         data = (folder / name).read_bytes()
         fields["files"][name] = record_of(checksum.of_bytes(data), len(data)).model_dump()
-    made = Manifest.model_validate({**fields, **(changes or {})})
-    (folder / NAME).write_bytes(made.encode())
+    manifest = Manifest.model_validate({**fields, **(changes or {})})
+    (folder / NAME).write_bytes(manifest.encode())
 
 
 @pytest.mark.parametrize(

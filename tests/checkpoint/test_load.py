@@ -257,14 +257,14 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_schedule_position_and_values_come_back(tmp_path: Path) -> None:
-    def made(model: nn.Module) -> tuple[Optimizer, Any, Any]:
+    def new_state(model: nn.Module) -> tuple[Optimizer, Any, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3], gamma=0.5)
         return optimizer, schedule, torch.amp.GradScaler("cpu", init_scale=64.0)
 
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
-        optimizer, schedule, scaler = made(model)
+        optimizer, schedule, scaler = new_state(model)
         scaler.scale(torch.ones(()))  # so that it has a state
         for _ in range(2):
             optimizer.step()
@@ -273,7 +273,7 @@ def test_schedule_position_and_values_come_back(tmp_path: Path) -> None:
         training = sw.Training(2, schedule, scaler, position, {"lr": 1.0}, f"of rank {comm.rank}")
         sharded.save(tmp_path / "step-2", optimizer, training)
 
-        optimizer, schedule, scaler = made(model)
+        optimizer, schedule, scaler = new_state(model)
         report = sharded.load(
             tmp_path / "step-2", optimizer, sw.Training(scheduler=schedule, scaler=scaler)
         )

@@ -12,22 +12,22 @@ def stored(dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Stored:
     return Stored(dtype, shape, 0, 0)
 
 
-def wanted(*names: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> ModelTensor:
+def in_model(*names: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> ModelTensor:
     return ModelTensor(names, dtype, shape)
 
 
 def test_what_fits_has_no_problems() -> None:
-    plan = match([wanted("a"), wanted("b")], {"b": stored(), "a": stored()}, {})
+    plan = match([in_model("a"), in_model("b")], {"b": stored(), "a": stored()}, {})
     assert plan.pairs == {"a": "a", "b": "b"}
     assert plan.problems(cast=False) == []
 
 
 def test_everything_that_does_not_fit_is_named_at_once() -> None:
     model = [
-        wanted("blocks.0.fc.weight"),
-        wanted("wide", shape=(4, 4)),
-        wanted("ids", dtype="I64"),
-        wanted("half", dtype="BF16"),
+        in_model("blocks.0.fc.weight"),
+        in_model("wide", shape=(4, 4)),
+        in_model("ids", dtype="I64"),
+        in_model("half", dtype="BF16"),
     ]
     in_files = {
         "layers.0.fc.weight": stored(),
@@ -55,20 +55,20 @@ def test_everything_that_does_not_fit_is_named_at_once() -> None:
 
 
 def test_a_tied_weight_may_be_stored_by_any_of_its_names() -> None:
-    tied = wanted("embed.weight", "lm_head.weight")
+    tied = in_model("embed.weight", "lm_head.weight")
     for name in ("embed.weight", "lm_head.weight"):
         assert match([tied], {name: stored()}, {}).pairs == {"embed.weight": name}
 
 
 def test_a_tied_weight_that_is_stored_twice_is_no_surprise() -> None:
-    tied = wanted("embed.weight", "lm_head.weight")
+    tied = in_model("embed.weight", "lm_head.weight")
     plan = match([tied], {"lm_head.weight": stored(), "embed.weight": stored()}, {})
     assert plan.pairs == {"embed.weight": "embed.weight"}
     assert plan.problems(cast=False) == []
 
 
 def test_weights_that_were_tied_when_saved_load_where_they_are_not() -> None:
-    model = [wanted("embed.weight"), wanted("lm_head.weight")]
+    model = [in_model("embed.weight"), in_model("lm_head.weight")]
     plan = match(model, {"embed.weight": stored()}, {"lm_head.weight": "embed.weight"})
     assert plan.pairs == {"embed.weight": "embed.weight", "lm_head.weight": "embed.weight"}
     assert plan.problems(cast=False) == []
@@ -76,6 +76,6 @@ def test_weights_that_were_tied_when_saved_load_where_they_are_not() -> None:
 
 @pytest.mark.prove
 def test_thousands_of_missing_names_take_little_time() -> None:
-    model = [wanted(f"model.layers.{k}.weight") for k in range(5000)]
+    model = [in_model(f"model.layers.{k}.weight") for k in range(5000)]
     in_files = {f"layers.{k}.weight": stored() for k in range(5000)}
     assert len(match(model, in_files, {}).problems(cast=False)) == 10_000

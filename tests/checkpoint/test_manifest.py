@@ -29,9 +29,9 @@ def a_manifest(**changes: object) -> Manifest:
 
 
 def test_what_was_encoded_is_decoded() -> None:
-    made = a_manifest()
-    assert Manifest.decode(made.encode(), "there") == made
-    assert made.files["model.safetensors"].checksums() == of_bytes(b"some bytes")
+    manifest = a_manifest()
+    assert Manifest.decode(manifest.encode(), "there") == manifest
+    assert manifest.files["model.safetensors"].checksums() == of_bytes(b"some bytes")
 
 
 def test_its_line_counts_ranks() -> None:
@@ -54,7 +54,7 @@ def test_every_flipped_bit_and_every_truncation_is_noticed() -> None:
 
 
 def signed(fields: dict[str, object]) -> bytes:
-    """As somebody would who knows how the digest is made."""
+    """The manifest with a digest by somebody who knows how it is made."""
     from shardwise.checkpoint.manifest import _digest
 
     return json.dumps({**fields, "digest": _digest(fields)}).encode()

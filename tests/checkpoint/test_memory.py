@@ -69,7 +69,7 @@ def _number(name: str) -> int:
     return 1 + int(parts[2]) // PER_FILE if parts[1] == "layers" else 0
 
 
-def held() -> int:
+def resident() -> int:
     """Bytes of this process that no file backs; shared pages are counted in parts."""
     lines = Path("/proc/self/smaps_rollup").read_text("utf-8").splitlines()
     return sum(int(x.split()[1]) << 10 for x in lines if x.startswith(("Pss_Anon", "Pss_Shmem")))
@@ -79,7 +79,7 @@ class Peak:
     """The largest that ``held()`` is while a block runs."""
 
     def __enter__(self) -> Self:
-        self.top, self.samples, self._over = held(), 0, threading.Event()
+        self.top, self.samples, self._over = resident(), 0, threading.Event()
         self._watch = threading.Thread(target=self._look)
         self._watch.start()
         return self
@@ -90,7 +90,7 @@ class Peak:
 
     def _look(self) -> None:
         while not self._over.wait(0.001):
-            self.top, self.samples = max(self.top, held()), self.samples + 1
+            self.top, self.samples = max(self.top, resident()), self.samples + 1
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def load_and_look(rank: int, world: int, root: str, folder: str, transport: str)
         sw.shard(decoder(1), comm=comm).load(Path(folder) / "one layer")  # what is imported late
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        baseline = held()
+        baseline = resident()
         model = decoder(LAYERS)
         with Peak() as making:
             sharded = sw.shard(model, comm=comm)
@@ -134,7 +134,7 @@ def load_and_look(rank: int, world: int, root: str, folder: str, transport: str)
             max(whole),
             making.top - baseline,
             loading.top - baseline,
-            held() - baseline,
+            resident() - baseline,
             making.samples + loading.samples,
         )
 
@@ -155,10 +155,10 @@ def test_loading_holds_a_shard_and_one_bucket(folder: Path, world: int, transpor
     total = sum(file.stat().st_size for file in files)
     for outcome in outcomes_of(world, load_and_look, str(folder), transport, timeout=240):
         assert outcome.error == ""
-        taken: Taken = outcome.value
-        print(taken)  # noqa: T201 - `pytest -s` shows the numbers
-        assert taken.samples > 20
-        assert taken.shard < total / world + (1 << 20)
-        assert taken.made < taken.shard + taken.bucket + SLACK
-        assert taken.loaded < taken.shard + taken.bucket + SLACK
-        assert taken.after < taken.shard + SLACK
+        peaks: Taken = outcome.value
+        print(peaks)  # noqa: T201 - `pytest -s` shows the numbers
+        assert peaks.samples > 20
+        assert peaks.shard < total / world + (1 << 20)
+        assert peaks.made < peaks.shard + peaks.bucket + SLACK
+        assert peaks.loaded < peaks.shard + peaks.bucket + SLACK
+        assert peaks.after < peaks.shard + SLACK

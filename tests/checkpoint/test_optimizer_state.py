@@ -32,12 +32,12 @@ class Keeping(torch.optim.Optimizer):
 
 
 def refused(world: int, make: Callable[[Any, int], Any], folder: Path) -> list[str]:
-    """What each rank says when the optimizers that ``make(params, rank)`` gives are saved."""
+    """The error on each rank when the optimizers that ``make(params, rank)`` gives are saved."""
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        given = make(list(model.parameters()), comm.rank)
-        text = error_text(sw.CheckpointError, lambda: sharded.save(folder / "step-1", given))
+        optimizers = make(list(model.parameters()), comm.rank)
+        text = error_text(sw.CheckpointError, lambda: sharded.save(folder / "step-1", optimizers))
         sharded.save(folder / "step-2")  # the ranks are still together
         return text
 

@@ -61,7 +61,7 @@ def run(sharded: sw.Sharded, net: Net, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def taken(
+def states_of(
     net: Net, world: int, make: Make, strategy: str = "full_shard", **how: Any
 ) -> list[dict[str, Any]]:
     def rank(comm: Comm, model: nn.Module) -> dict[str, Any]:
@@ -79,14 +79,14 @@ def test_full_is_that_of_a_single_process(make: Make, strategy: str) -> None:
     # Two ranks with equal batches: their sum halved is the one gradient, bit for bit.
     model, optimizer = plain_run(DECODER, make)
     plain = sw.by_name(optimizer.state_dict(), names_of(model))
-    assert all(same(state, plain) for state in taken(DECODER, 2, make, strategy))
+    assert all(same(state, plain) for state in states_of(DECODER, 2, make, strategy))
 
 
 @pytest.mark.parametrize("net", [TIED, ODD, NETS[3], NETS[5]], ids=str)
 def test_scalars_tied_frozen_and_unused_parameters(net: Net) -> None:
     model, optimizer = plain_run(net, adamw)
     plain = sw.by_name(optimizer.state_dict(), names_of(model))
-    state = taken(net, 4, adamw)[2]
+    state = states_of(net, 4, adamw)[2]
     assert state["param_groups"] == plain["param_groups"]
     assert set(plain["state"]) <= set(state["state"])  # an unused one has zeros here
     for name, one in plain["state"].items():
@@ -96,13 +96,13 @@ def test_scalars_tied_frozen_and_unused_parameters(net: Net) -> None:
 
 
 def test_of_rank_0_only_the_others_get_nothing() -> None:
-    states = taken(DECODER, 3, adamw, rank0_only=True)
+    states = states_of(DECODER, 3, adamw, rank0_only=True)
     assert set(states[0]["state"]) == set(names_of(seeded(DECODER.build)))
     assert states[1:] == [{}, {}]
 
 
 def test_chosen_names_alone() -> None:
-    state = taken(DECODER, 2, adamw, names=lambda name: name == "norm.weight")[1]
+    state = states_of(DECODER, 2, adamw, names=lambda name: name == "norm.weight")[1]
     assert list(state["state"]) == ["norm.weight"]
 
 
@@ -110,7 +110,7 @@ def test_chosen_names_alone() -> None:
 def test_a_plain_optimizer_loads_it_and_goes_on_alike(make: Make) -> None:
     model, optimizer = plain_run(DECODER, make)
     fresh = make(model.parameters())
-    fresh.load_state_dict(sw.numbered(taken(DECODER, 2, make, rank0_only=True)[0]))
+    fresh.load_state_dict(sw.numbered(states_of(DECODER, 2, make, rank0_only=True)[0]))
     assert same(fresh.state_dict(), optimizer.state_dict())
 
 
@@ -118,15 +118,15 @@ def test_a_plain_optimizer_loads_it_and_goes_on_alike(make: Make) -> None:
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_plain_optimizers_state_goes_to_all_ranks_from_rank_0(make: Make, strategy: str) -> None:
     plain_model, plain = plain_run(DECODER, make)
-    given = sw.by_name(plain.state_dict(), names_of(plain_model))
+    expected = sw.by_name(plain.state_dict(), names_of(plain_model))
 
     def rank(comm: Comm, model: nn.Module) -> dict[str, Any]:
         sharded = sw.shard(model, strategy, comm=comm)
         optimizer = make(model.parameters())
-        sharded.load_optimizer_state_dict(optimizer, given if comm.rank == 0 else {})
+        sharded.load_optimizer_state_dict(optimizer, expected if comm.rank == 0 else {})
         return sharded.optimizer_state_dict(optimizer)
 
-    assert all(same(state, given) for state in on_ranks(3, DECODER.build, rank))
+    assert all(same(state, expected) for state in on_ranks(3, DECODER.build, rank))
 
 
 def test_shards_of_state_know_their_whole() -> None:
@@ -160,13 +160,13 @@ def test_what_does_not_fit_is_named_on_every_rank(
     change: Callable[[dict[str, Any]], Any], says: str
 ) -> None:
     model, plain = plain_run(DECODER, adamw)
-    given = sw.by_name(plain.state_dict(), names_of(model))
-    change(given)
+    state = sw.by_name(plain.state_dict(), names_of(model))
+    change(state)
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
         optimizer = adamw(model.parameters())
-        mine = given if comm.rank == 0 else {}
+        mine = state if comm.rank == 0 else {}
         text = error_text(
             sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, mine)
         )
@@ -218,7 +218,7 @@ GOOD = {"params": NAMES, **{key: GROUP[key] for key in GROUP if key != "params"}
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("state", "says"),
     [
         (None, "rank 0 needs an optimizer state dict"),
         ({"state": {}, "param_groups": [{"lr": 1.0}]}, "rank 0 needs an optimizer state dict"),
@@ -237,11 +237,11 @@ GOOD = {"params": NAMES, **{key: GROUP[key] for key in GROUP if key != "params"}
     ],
     ids=["none", "no params", "no group", "list", "no dict", "key", "lost", "of sgd"],
 )
-def test_what_is_no_state_of_this_optimizer_is_refused_on_every_rank(given: Any, says: str) -> None:
+def test_what_is_no_state_of_this_optimizer_is_refused_on_every_rank(state: Any, says: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
         optimizer = torch.optim.AdamW(model.parameters())
-        mine: Any = given if comm.rank == 0 else None
+        mine: Any = state if comm.rank == 0 else None
         return error_text(
             sw.CheckpointError, lambda: sharded.load_optimizer_state_dict(optimizer, mine)
         )

@@ -68,8 +68,8 @@ def test_ranks_that_hold_the_same_share_the_writing_in_whole_pages() -> None:
 
 def test_copies_of_shards_share_the_writing_of_their_shard() -> None:
     """As on a mesh of two copies of two shards, which needs no other format."""
-    held = (Held(0, 8192, (0, 2)), Held(8192, 16384, (1, 3)))
-    file = one([Entry("a", "U8", (16384,), held)])
+    ranges = (Held(0, 8192, (0, 2)), Held(8192, 16384, (1, 3)))
+    file = one([Entry("a", "U8", (16384,), ranges)])
     first = [(span.start - 4096, span.rank) for span in file.spans]
     assert first == [(0, 0), (4096, 2), (8192, 1), (12288, 3)]
 
@@ -132,8 +132,8 @@ def some_entries(draw: st.DrawFn, world: int) -> list[Entry]:
             entries.append(entry(f"t{k}", shape, [0, *sorted(inner), numel], dtype))
         else:
             ranks = tuple(range(world)) if way == "all" else (0,)
-            held = (Held(0, numel, ranks),) if numel else ()
-            entries.append(Entry(f"t{k}", dtype, shape, held))
+            ranges = (Held(0, numel, ranks),) if numel else ()
+            entries.append(Entry(f"t{k}", dtype, shape, ranges))
     return entries
 
 
@@ -206,12 +206,12 @@ def test_a_large_plan_takes_little_time() -> None:
     """10,000 tensors over 512 ranks, as every rank plans them."""
     bucket = [layout.Slot(f"t{k}", (64, 16)) for k in range(1000)]
     solved = solve(bucket, 512)
-    held = {
+    ranges = {
         slot.name: tuple(Held(*solved.owned(slot, rank), (rank,)) for rank in solved.owners(slot))
         for slot in solved.slots
     }
     entries = [
-        Entry(f"{n}.{name}", "F32", (64, 16), h) for n in range(10) for name, h in held.items()
+        Entry(f"{n}.{name}", "F32", (64, 16), h) for n in range(10) for name, h in ranges.items()
     ]
     file = one(entries)
     assert len(file.spans) <= 10 * 512
@@ -225,8 +225,8 @@ def test_blocks_are_a_fraction_of_what_a_rank_holds_of_a_bucket(world: int, size
     """Here of an embedding as Llama-3-8B has, in fp32: 2 GB."""
     numel = 128_256 * 4096
     cuts = [numel * k // world for k in range(world + 1)]
-    held = tuple(Held(a, b, (r,)) for r, (a, b) in enumerate(pairwise(cuts)))
-    entries = [Entry("embed", "F32", (128_256, 4096), held)]
+    ranges = tuple(Held(a, b, (r,)) for r, (a, b) in enumerate(pairwise(cuts)))
+    entries = [Entry("embed", "F32", (128_256, 4096), ranges)]
     assert block_size(entries) == size
     (file,) = plan_files("model", entries, 1 << 60, block=size)
     chunks = [*file.chunks(0)]

@@ -83,7 +83,7 @@ class Watched:
 
 @contextmanager
 def watched(**fails: int) -> Iterator[list[str]]:
-    """What is put; a call fails after so many that do not."""
+    """The files that are uploaded; a call fails after so many that do not."""
     put = list[str]()
     with pytest.MonkeyPatch.context() as patched:
 

@@ -92,7 +92,7 @@ NEW, FROM = "published", "resumed from"
 def complete(metrics: list[float | None]) -> list[Checkpoint]:
     """The newest first, and just published; it is the last that was resumed from."""
     tokens = [NEW, *(f"token {k}" for k in range(1, len(metrics) - 1)), FROM]
-    made = Manifest(
+    manifest = Manifest(
         token="token of it",
         created="2026-11-21T13:05:00.000000+00:00",
         step=None,
@@ -104,7 +104,7 @@ def complete(metrics: list[float | None]) -> list[Checkpoint]:
     )
     return [
         Checkpoint(
-            Path(f"step-{9 - k}"), made.model_copy(update={"token": token, "metric": metric})
+            Path(f"step-{9 - k}"), manifest.model_copy(update={"token": token, "metric": metric})
         )
         for k, (token, metric) in enumerate(zip(tokens, metrics, strict=False))
     ]
@@ -178,13 +178,13 @@ def test_a_damaged_one_does_not_take_the_place_of_a_good_one(tmp_path: Path) -> 
             sharded.save(tmp_path / f"step-{step}")
         if comm.rank == 0:
             flip(tmp_path / "step-200" / "model.safetensors")
-        taken = []
+        resumed = []
         for step in (150, 160):
             report = sharded.resume(tmp_path)
             assert report is not None
-            taken.append(report.path.name)
+            resumed.append(report.path.name)
             sharded.save(tmp_path / f"step-{step}", save_total_limit=1)
-        return taken
+        return resumed
 
     assert on_ranks(2, small, rank) == 2 * [["step-100", "step-150"]]
     # step-100 stayed as long as the run went on from it

@@ -117,11 +117,11 @@ def test_buffers_come_back_however_they_lie(
 ) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
-        kept: Tensor = model.kept  # type: ignore[assignment]
+        buffer: Tensor = model.kept  # type: ignore[assignment]
         sharded.save(tmp_path / "out", None, sw.Training())
-        kept.zero_()
+        buffer.zero_()
         sharded.load(tmp_path / "out")
-        assert torch.equal(kept, make())
+        assert torch.equal(buffer, make())
 
     on_ranks(world, lambda: Buffered(make()), rank)
     assert torch.equal(tensors(tmp_path / "out", "model")["kept"], make())
@@ -464,9 +464,9 @@ def test_whoever_the_umask_lets_may_read_everything(umask: int, tmp_path: Path) 
 
 
 def test_parents_that_are_made_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = record(monkeypatch)
+    calls = record(monkeypatch)
     sw.shard(nn.Linear(2, 2)).save(tmp_path / "a" / "b" / "step-1")
-    assert seen[:2] == [f"fsync {tmp_path}", f"fsync {tmp_path / 'a'}"]
+    assert calls[:2] == [f"fsync {tmp_path}", f"fsync {tmp_path / 'a'}"]
 
 
 # --- what file systems of others do ----------------------------------------------------------

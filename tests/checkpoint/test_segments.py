@@ -20,10 +20,10 @@ NUMEL = 9000
 def planned(world: int) -> FilePlan:
     """Two tensors, cut at odd places, and one of rank 0's alone."""
     cuts = [NUMEL * r * r // world**2 for r in range(world + 1)]
-    held = tuple(Held(cuts[r], cuts[r + 1], (r,)) for r in range(world))
+    ranges = tuple(Held(cuts[r], cuts[r + 1], (r,)) for r in range(world))
     entries = [
-        Entry("a", "F32", (NUMEL,), held),
-        Entry("b", "U8", (NUMEL,), held),
+        Entry("a", "F32", (NUMEL,), ranges),
+        Entry("b", "U8", (NUMEL,), ranges),
         Entry("c", "U8", (5,), (Held(0, 5, (0,)),)),
     ]
     return plan_files("model", entries, 1 << 40)[0]

@@ -88,10 +88,10 @@ def drain(copying: Copying) -> list[int]:
 
 def test_the_writer_alone_copies_all_of_it_through_one_buffer() -> None:
     pool = Pool(64 * BLOCK)
-    copying, taken = Copying(chunks(20), pool), []
+    copying, copied = Copying(chunks(20), pool), []
     for number, piece in enumerate(copying.chunks()):
-        taken.append((number, int(piece.pieces[0][0]), pool.count))
-    assert taken == [(number, number, 1) for number in range(20)]
+        copied.append((number, int(piece.pieces[0][0]), pool.count))
+    assert copied == [(number, number, 1) for number in range(20)]
 
 
 @pytest.mark.parametrize("budget", [BLOCK, 3 * BLOCK, 64 * BLOCK])
@@ -149,10 +149,10 @@ def test_when_the_other_thread_cannot_copy_the_writer_learns_it_at_the_end() -> 
     with pytest.raises(MemoryError):
         copying.rest()
     copying.rest()  # it is over
-    left = copying.chunks()
-    assert [int(next(left).pieces[0][0]), int(next(left).pieces[0][0])] == [0, 1]
+    remaining = copying.chunks()
+    assert [int(next(remaining).pieces[0][0]), int(next(remaining).pieces[0][0])] == [0, 1]
     with pytest.raises(sw.CheckpointError, match="could not be copied completely"):
-        next(left)
+        next(remaining)
 
 
 def test_when_the_writer_cannot_copy_it_is_over_for_both() -> None:
@@ -169,9 +169,9 @@ def test_a_writer_that_stops_lets_the_rest_go() -> None:
     copying = Copying(chunks(40), pool)
     main = threading.Thread(target=copying.rest, daemon=True)
     main.start()
-    left = copying.chunks()
-    next(left)
-    left.close()
+    remaining = copying.chunks()
+    next(remaining)
+    remaining.close()
     main.join(60)
     assert not main.is_alive()
     assert pool._free.qsize() == 0

@@ -84,7 +84,7 @@ def test_what_means_nothing_is_an_error(kind: Any, how: dict[str, Any], message:
 DECODER, TIED, CONVNET = NETS[0], NETS[1], next(n for n in NETS if "convnet" in str(n))
 
 
-def taken(
+def states_of(
     net: Net, world: int, kind: Any = "full", strategy: str = "full_shard", **how: Any
 ) -> Any:
     """Every rank's state dict."""
@@ -98,34 +98,34 @@ def taken(
 @pytest.mark.parametrize("net", NETS, ids=str)
 def test_full_is_what_a_plain_model_says(net: Net) -> None:
     plain = seeded(net.build).state_dict()
-    assert all(equal(state, plain) for state in taken(net, 3))
+    assert all(equal(state, plain) for state in states_of(net, 3))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_of_rank_0_only_the_others_get_nothing(strategy: str) -> None:
-    first, *others = taken(TIED, 2, strategy=strategy, rank0_only=True)
+    first, *others = states_of(TIED, 2, strategy=strategy, rank0_only=True)
     assert equal(first, seeded(TIED.build).state_dict())
     assert others == [{}]
 
 
 def test_whole_tensors_have_memory_of_their_own() -> None:
     # A view would make torch.save write the whole bucket for each of them.
-    state = taken(DECODER, 2)[0]
+    state = states_of(DECODER, 2)[0]
     assert all(v.untyped_storage().nbytes() == v.nbytes for v in state.values())
 
 
 def test_full_copies_on_one_host_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shardwise"):
-        taken(DECODER, 2, rank0_only=True)
+        states_of(DECODER, 2, rank0_only=True)
         assert "full copies" not in caplog.text
-        state = taken(DECODER, 3)[0]
+        state = states_of(DECODER, 3)[0]
     nbytes = sum(value.nbytes for value in state.values())
     assert f"3 full copies of {nbytes / 1024:.1f} KiB in host memory" in caplog.text
     assert f"{3 * nbytes / 1024:.1f} KiB in all" in caplog.text
 
 
 def test_one_rank_has_one_copy_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    taken(DECODER, 1)
+    states_of(DECODER, 1)
     assert "full copies" not in caplog.text
 
 
@@ -133,14 +133,14 @@ def test_who_leaves_it_to_rank_0_never_holds_more_than_a_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alive: list[int] = []
-    kept: dict[Comm, list[Any]] = defaultdict(list)
+    references: dict[Comm, list[Any]] = defaultdict(list)
 
     def watched(bucket: Bucket) -> list[Tensor]:
         values, comm = gather_whole(bucket), bucket.mesh.shard
         storage = values[0].untyped_storage()
-        kept[comm].append(torch.multiprocessing.reductions.StorageWeakRef(storage))
+        references[comm].append(torch.multiprocessing.reductions.StorageWeakRef(storage))
         if comm.rank:
-            alive.append(sum(not ref.expired() for ref in kept[comm]))
+            alive.append(sum(not ref.expired() for ref in references[comm]))
         return values
 
     monkeypatch.setattr(state_dict, "gather_whole", watched)
@@ -195,25 +195,25 @@ def test_local_is_what_this_rank_has_at_rest() -> None:
 @pytest.mark.parametrize("net", NETS, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
 def test_rank_0_gives_all_ranks_their_parts(net: Net, strategy: str) -> None:
-    given = seeded(net.build, seed=1).state_dict()
+    whole = seeded(net.build, seed=1).state_dict()
 
     def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
         sharded = sw.shard(model, strategy, comm=comm)
-        sharded.load_state_dict(given if comm.rank == 0 else {})
+        sharded.load_state_dict(whole if comm.rank == 0 else {})
         return clones(model.state_dict())
 
-    assert all(equal(state, given) for state in on_ranks(3, net.build, rank))
+    assert all(equal(state, whole) for state in on_ranks(3, net.build, rank))
 
 
 def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing() -> None:
-    given = seeded(DECODER.build, seed=1).state_dict()
-    given["embed.weight"] = torch.zeros(3, 3)
-    given["extra"] = given.pop("norm.bias")
+    state = seeded(DECODER.build, seed=1).state_dict()
+    state["embed.weight"] = torch.zeros(3, 3)
+    state["extra"] = state.pop("norm.bias")
     before = seeded(DECODER.build).state_dict()
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        text = error_text(sw.CheckpointError, lambda: sharded.load_state_dict(given))
+        text = error_text(sw.CheckpointError, lambda: sharded.load_state_dict(state))
         assert equal(model.state_dict(), before)
         return text
 
@@ -231,7 +231,7 @@ def test_what_sharded_gave_loads_back_in_any_layout(
 ) -> None:
     """Each rank gives its shards, of a model that was cut in another way."""
     models = [seeded(net.build, seed=1) for _ in range(3)]
-    given = clones(models[0].state_dict())
+    whole = clones(models[0].state_dict())
 
     def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
         shards = sw.shard(models[comm.rank], strategy, comm=comm).state_dict("sharded")
@@ -239,7 +239,7 @@ def test_what_sharded_gave_loads_back_in_any_layout(
         model.load_state_dict(shards) if by_model else sharded.load_state_dict(shards)
         return clones(model.state_dict())
 
-    assert all(equal(state, given) for state in on_ranks(3, net.build, rank))
+    assert all(equal(state, whole) for state in on_ranks(3, net.build, rank))
 
 
 def small() -> nn.Module:
@@ -247,11 +247,11 @@ def small() -> nn.Module:
 
 
 class Elsewhere(Tensor):
-    """As DTensor and FakeTensor are: a tensor whose memory is not its values."""
+    """A tensor as DTensor and FakeTensor are: one whose memory is not its values."""
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("state", "says"),
     [
         (None, "rank 0's state dict is a NoneType"),
         ([1], "rank 0's state dict is a list"),
@@ -263,10 +263,10 @@ class Elsewhere(Tensor):
     ],
     ids=["none", "list", "number as a name", "subclass"],
 )
-def test_what_is_no_state_dict_is_refused_on_every_rank(given: Any, says: str) -> None:
+def test_what_is_no_state_dict_is_refused_on_every_rank(state: Any, says: str) -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        mine = given if comm.rank == 0 else {}
+        mine = state if comm.rank == 0 else {}
         return error_text(sw.CheckpointError, lambda: sharded.load_state_dict(mine))
 
     for text in on_ranks(2, small, rank):
@@ -274,14 +274,14 @@ def test_what_is_no_state_dict_is_refused_on_every_rank(given: Any, says: str) -
 
 
 def test_what_other_ranks_pass_is_not_looked_at() -> None:
-    given = seeded(small, seed=1).state_dict()
+    whole = seeded(small, seed=1).state_dict()
 
     def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
         nothing: Any = None
-        sw.shard(model, comm=comm).load_state_dict(given if comm.rank == 0 else nothing)
+        sw.shard(model, comm=comm).load_state_dict(whole if comm.rank == 0 else nothing)
         return clones(model.state_dict())
 
-    assert all(equal(state, given) for state in on_ranks(2, small, rank))
+    assert all(equal(state, whole) for state in on_ranks(2, small, rank))
 
 
 @pytest.mark.parametrize(
@@ -302,11 +302,11 @@ def test_ranks_that_ask_for_different_things_are_told(how: Callable[[int], Any])
 
 
 def test_another_dtype_is_refused_with_how_to_convert() -> None:
-    given = {name: value.bfloat16() for name, value in seeded(small).state_dict().items()}
+    narrow = {name: value.bfloat16() for name, value in seeded(small).state_dict().items()}
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return error_text(sw.CheckpointError, lambda: sharded.load_state_dict(given))
+        return error_text(sw.CheckpointError, lambda: sharded.load_state_dict(narrow))
 
     text = on_ranks(1, small, rank)[0]
     assert "0.weight: stored as BF16, the model has F32" in text
@@ -314,7 +314,7 @@ def test_another_dtype_is_refused_with_how_to_convert() -> None:
 
 
 class Counting(nn.Linear):
-    """With state that is no tensor."""
+    """A module with state that is no tensor."""
 
     def get_extra_state(self) -> Any:
         return {"calls": 3}
@@ -327,8 +327,8 @@ def test_extra_state_of_modules_is_warned_of_and_let_pass(
 ) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
-        given = clones(sharded.state_dict())
-        sharded.load_state_dict({**given, "0._extra_state": {"calls": 3}})  # type: ignore[dict-item]
+        state = clones(sharded.state_dict())
+        sharded.load_state_dict({**state, "0._extra_state": {"calls": 3}})  # type: ignore[dict-item]
         sharded.save_file(tmp_path / "model.pt")
 
     with caplog.at_level(logging.WARNING, "shardwise"):

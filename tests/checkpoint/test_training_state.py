@@ -102,7 +102,7 @@ CPU = torch.device("cpu")
 
 
 def drawn() -> list[float]:
-    """From each generator, an odd number of normals: they are made in pairs."""
+    """An odd number of normals from each generator: they are made in pairs."""
     return [
         *torch.randn(3).tolist(),
         random.random(),

@@ -117,10 +117,10 @@ def test_weights_alone_need_no_class_of_an_optimizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    made = torch.optim.RMSprop(model.parameters())
+    optimizer = torch.optim.RMSprop(model.parameters())
     model(torch.ones(2)).sum().backward()
-    made.step()
-    states = {"model": model.state_dict(), "optimizer": made.state_dict()}
+    optimizer.step()
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(states, tmp_path / "both.pt")
     assert export(tmp_path / "both.pt", tmp_path / "out") == 0
     assert same(tensors(tmp_path / "out", "model"), model.state_dict())

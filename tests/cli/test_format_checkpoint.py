@@ -55,8 +55,8 @@ def test_parameters_with_unlike_state_are_told_apart(tmp_path: Path) -> None:
     net = NETS[0]
 
     def only_some(params: object) -> torch.optim.Optimizer:
-        some = list(params)  # type: ignore[call-overload]
-        groups = [{"params": some[:-1], "momentum": 0.9}, {"params": some[-1:]}]
+        listed = list(params)  # type: ignore[call-overload]
+        groups = [{"params": listed[:-1], "momentum": 0.9}, {"params": listed[-1:]}]
         return torch.optim.RMSprop(groups, lr=0.01)
 
     saved(net, 1, tmp_path / "step-2", make=only_some)
@@ -70,13 +70,13 @@ def test_parameters_with_unlike_state_are_told_apart(tmp_path: Path) -> None:
 def test_what_a_crash_left_is_explained(tmp_path: Path) -> None:
     saved(NETS[1], 1, tmp_path / "step-1")
     listing = survey(tmp_path)
-    left = (
+    leftovers = (
         (Leftover(tmp_path / f"step-2.partial-{TOKEN}", "partial", "step-2"), True),
         (Leftover(tmp_path / f"step-3.partial-{TOKEN}", "partial", "step-3"), False),
         (Leftover(tmp_path / f"step-1.replaced-{TOKEN}", "replaced", "step-1"), False),
         (Leftover(tmp_path / f"step-0.replaced-{TOKEN}", "replaced", "step-0"), False),
     )
-    run = Run(listing.folder, listing.checkpoints, "step-9", left)
+    run = Run(listing.folder, listing.checkpoints, "step-9", leftovers)
     text = [line.split(": ")[1] for line in format_run(run)[-4:]]
     assert text == [
         "is being written",

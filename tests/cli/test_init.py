@@ -29,15 +29,15 @@ def test_a_terminal_is_asked_a_few_questions_once(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-m", "shardwise.cli", "init", str(file)])
-    text, left = "", dict(ANSWERS)
+    text, answers = "", dict(ANSWERS)
     while chunk := _read(terminal):
         text += chunk
         last = text.splitlines()[-1]
-        for question in [each for each in left if last.startswith(each) and last.endswith(": ")]:
-            os.write(terminal, f"{left.pop(question)}\n".encode())
+        for question in [each for each in answers if last.startswith(each) and last.endswith(": ")]:
+            os.write(terminal, f"{answers.pop(question)}\n".encode())
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, text
-    assert left == {}
+    assert answers == {}
     recipe = read_recipe(file)
     assert (recipe.launch.by, recipe.launch.nodes, recipe.launch.nproc) == ("slurm", 4, 8)
     assert recipe.launch.address is None  # SLURM knows it

@@ -28,7 +28,7 @@ def inspect(*arguments: object) -> int:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two checkpoints."""
     run = tmp_path_factory.mktemp("run")
     saved(DECODER, 2, run / "step-2")
@@ -37,9 +37,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
+def run(saved_run: Path, tmp_path: Path) -> Path:
     """A copy, to be broken."""
-    return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
+    return Path(shutil.copytree(saved_run, tmp_path / "run", symlinks=True))
 
 
 def damage(path: Path, at: int) -> None:
@@ -66,11 +66,11 @@ def test_a_file_of_another_kind_is_no_checkpoint(
 
 
 def test_a_folder_of_runs_says_which_there_are(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, runs in (("a", "1 run: a"), ("b", "2 runs: a, b")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "checkpoints").symlink_to(made)
+        (tmp_path / name / "checkpoints").symlink_to(saved_run)
         assert inspect(tmp_path) == 2
         text = capsys.readouterr().err
         assert text == (
@@ -83,11 +83,11 @@ def test_a_folder_of_runs_says_which_there_are(
 
 
 def test_a_run_is_a_table_of_its_checkpoints(
-    made: Path, capsys: pytest.CaptureFixture[str]
+    saved_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect(made) == 0
+    assert inspect(saved_run) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{made}: 2 checkpoints, 2 complete, ")
+    assert lines[0].startswith(f"{saved_run}: 2 checkpoints, 2 complete, ")
     four, two = (line.split() for line in lines[4:6])
     assert (four[0], four[1], four[4:6], four[-2:]) == (
         "step-4",
@@ -139,12 +139,12 @@ def test_a_run_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_checkpoint_shows_files_tensors_and_training(
-    made: Path, capsys: pytest.CaptureFixture[str]
+    saved_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect(made / "step-2") == 0
+    assert inspect(saved_run / "step-2") == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert lines[0] == f"{made / 'step-2'}  complete"
+    assert lines[0] == f"{saved_run / 'step-2'}  complete"
     assert "by 2 ranks, full_shard" in text
     assert "kind        sharded safetensors, written by 2 ranks" in text
     assert "sharded over 2 ranks" in text
@@ -161,17 +161,17 @@ def test_a_checkpoint_shows_files_tensors_and_training(
 
 
 def test_latest_is_a_checkpoint_and_ties_are_named(
-    made: Path, capsys: pytest.CaptureFixture[str]
+    saved_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect(made / "latest") == 0
+    assert inspect(saved_run / "latest") == 0
     text = capsys.readouterr().out
     assert "step 2, " in text
     assert "tied: stored once, under the second name" in text
     assert "lm_head.weight is " in text
 
 
-def test_every_tensor_has_its_place(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect(made / "step-2", "--all") == 0
+def test_every_tensor_has_its_place(saved_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(saved_run / "step-2", "--all") == 0
     lines = capsys.readouterr().out.splitlines()
     (line,) = [x for x in lines if x.startswith("  embed.weight")]
     assert line == "  embed.weight  [37, 16] float32  model.safetensors 4,096–6,464"
@@ -297,9 +297,9 @@ def test_whatever_is_named_ends_with_a_status_and_no_traceback(
 
 
 def test_options_that_mean_nothing_are_refused(
-    made: Path, capsys: pytest.CaptureFixture[str]
+    saved_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect(made, "--all") == 2
+    assert inspect(saved_run, "--all") == 2
     assert "this is a run" in capsys.readouterr().err
 
 
@@ -338,8 +338,8 @@ def test_a_link_out_of_the_folder_is_a_problem_and_the_rest_is_shown(
 
 
 def test_a_checkpoint_is_named_by_its_run(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(made, tmp_path / "run" / "checkpoints", symlinks=True)
+    shutil.copytree(saved_run, tmp_path / "run" / "checkpoints", symlinks=True)
     assert inspect(tmp_path / "run" / "latest") == 0
     assert str(tmp_path / "run" / "checkpoints") in capsys.readouterr().out

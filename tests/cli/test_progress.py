@@ -72,8 +72,8 @@ def test_a_terminal_gets_a_moving_line_and_keeps_what_a_log_gets(
     shown = [re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", line) for line in text.splitlines()]
     steps = [line for line in shown if "/25" in line]
     assert all(len(line) <= width and line.endswith("ETA 0:01") for line in steps)
-    kept = dict.fromkeys(line.split("  ETA")[0].split("/")[0] for line in steps)
-    assert [*kept] == ["step  1", "step 10", "step 20", "step 25"]
+    numbers = dict.fromkeys(line.split("  ETA")[0].split("/")[0] for line in steps)
+    assert [*numbers] == ["step  1", "step 10", "step 20", "step 25"]
     assert shown[-1].startswith("step 25  validation loss 4.0000")
 
 

@@ -64,8 +64,8 @@ def test_a_chat_token_by_token(tmp_path: Path, capsys: pytest.CaptureFixture[str
     recipe, overrides = chat_recipe(tmp_path)
     show(recipe, "0", *overrides)
     out = capsys.readouterr().out
-    wanted = "the chat template of the tokenizer; end token <|im_end|>; loss on assistant"
-    assert wanted in out
+    expected = "the chat template of the tokenizer; end token <|im_end|>; loss on assistant"
+    assert expected in out
     text = "<|im_start|>user\nname it<|im_end|><|im_start|>assistant\n⟦def self<|im_end|>⟧"
     assert out.count(text) >= 2  # several samples in the row
     assert "row 0 of 2: " in out

@@ -354,11 +354,11 @@ def test_a_run_whose_output_ends_saves_and_stops(
 def test_a_last_checkpoint_that_could_not_be_saved_ends_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = tmp_path / "run" / "checkpoints" / "step-4" / "thesis.txt"
+    file = tmp_path / "run" / "checkpoints" / "step-4" / "thesis.txt"
 
     def take() -> None:
-        taken.parent.mkdir(parents=True)
-        taken.touch()
+        file.parent.mkdir(parents=True)
+        file.touch()
 
     at_step(3, take, monkeypatch)
     assert ended(str(recipe_file(tmp_path))) == 1
@@ -367,7 +367,7 @@ def test_a_last_checkpoint_that_could_not_be_saved_ends_with_status_1(
     assert err.startswith(
         "error: the run is finished at step 4, and the last checkpoint could not "
     )
-    assert taken.exists()
+    assert file.exists()
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 

@@ -90,15 +90,15 @@ def test_a_reduction_is_the_wide_sum_of_what_was_rounded_once(
     dtype: torch.dtype, world: int
 ) -> None:
     numel = 1000
-    given = [numbers(rank, (world * numel,)) for rank in range(world)]
+    buckets = [numbers(rank, (world * numel,)) for rank in range(world)]
     codec, truth = Codec(dtype), []
     for piece in range(world):
-        addends = [rounded(codec, full.view(world, numel)[piece]) for full in given]
+        addends = [rounded(codec, full.view(world, numel)[piece]) for full in buckets]
         truth.append(sum(addends[1:], addends[0]) / world)
 
     def rank(comm: Comm) -> None:
         reduction = Reduction(dtype, torch.float32, after=float(world))
-        reducing = reduction.start(given[comm.rank].clone(), comm, Label("reduce"))
+        reducing = reduction.start(buckets[comm.rank].clone(), comm, Label("reduce"))
         reducing.pending.wait()
         assert torch.equal(reducing.out, truth[comm.rank])
         assert comm.counters.bytes_sent == {"reduce": (world - 1) * codec.nbytes(numel)}

@@ -34,13 +34,13 @@ Kept = dict[str, tuple[list[bytes], str]]
 
 def keep(comm: Comm, laws: list[Law]) -> Kept:
     """Every law in turn, so that one start of the processes serves them all."""
-    kept: Kept = {}
+    results: Kept = {}
     for law in laws:
         try:
-            kept[law.__name__] = ([bits(tensor) for tensor in law(comm)], "")
+            results[law.__name__] = ([bits(tensor) for tensor in law(comm)], "")
         except Exception:  # noqa: BLE001 - reported by the test of this law
-            kept[law.__name__] = ([], traceback.format_exc())
-    return kept
+            results[law.__name__] = ([], traceback.format_exc())
+    return results
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -49,15 +49,15 @@ def bits(tensor: Tensor) -> bytes:
 
 def all_kinds(rank: int, world: int, folder: str) -> dict[str, Kept]:
     torch.set_num_threads(1)
-    kept = {}
+    results = {}
     with gloo_group(rank, world, folder):
         for transport, kind in KINDS.items():
             with over(dist.group.WORLD, transport=transport) as comm:
                 assert type(comm) is kind
-                kept[transport] = keep(comm, NATIVE_LAWS if transport == "native" else LAWS)
+                results[transport] = keep(comm, NATIVE_LAWS if transport == "native" else LAWS)
         with over(dist.group.WORLD) as comm:
             assert type(comm) is SharedMemoryComm  # what "auto" finds on one host
-    return kept
+    return results
 
 
 started = cache(outcomes_of)  # once, also if it went wrong
@@ -93,14 +93,14 @@ def test_shared_memory_keeps_the_law_where_more_is_in_flight_than_it_has_rows(
 @pytest.mark.parametrize("transport", ["messages", "memory"])
 @pytest.mark.parametrize("law", LAWS)
 def test_processes_keep_the_law(law: Law, transport: str, world: int) -> None:
-    assert [kept[law.__name__][1] for kept in processes(world, transport)] == [""] * world
+    assert [results[law.__name__][1] for results in processes(world, transport)] == [""] * world
 
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("world", WORLDS_OF_PROCESSES)
 @pytest.mark.parametrize("law", NATIVE_LAWS)
 def test_native_calls_keep_the_law(law: Law, world: int) -> None:
-    assert [kept[law.__name__][1] for kept in processes(world, "native")] == [""] * world
+    assert [results[law.__name__][1] for results in processes(world, "native")] == [""] * world
 
 
 @pytest.mark.spawn

@@ -53,14 +53,14 @@ def test_a_load_casts_on_the_device() -> None:
     out, shard = torch.empty(3, dtype=torch.bfloat16, device="meta"), torch.ones(3)
     calls = {torch.float32: ["aten::_to_copy", "aten::copy_"], torch.bfloat16: ["aten::copy_"]}
     for dtype, names in calls.items():
-        given = shard.to(dtype)
+        stored = shard.to(dtype)
         with Named() as mode:
-            HostMemory(CPU).load(out, given)
+            HostMemory(CPU).load(out, stored)
         assert mode.names == names
 
 
 class Stream:
-    """In place of an accelerator's stream: takes note of what it is asked for."""
+    """A stand-in for an accelerator's stream; it records its calls."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self.name, self.notes = name, notes

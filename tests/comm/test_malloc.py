@@ -135,7 +135,7 @@ def test_from_2_mib_on_all_pages_of_a_tensor_are_asked_to_be_huge(
 
 
 def _flags(address: int) -> str:
-    """Of the mapping that holds this address."""
+    """The flags of the mapping that holds this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

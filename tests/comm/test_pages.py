@@ -17,7 +17,7 @@ MIB = 1 << 20
 KINDS = {"blocks of whole pieces": 8 * MIB, "and of a rest": 9 * MIB + 4}
 
 
-def held() -> int:
+def resident() -> int:
     """Bytes of memory that this process does not share."""
     lines = Path("/proc/self/smaps_rollup").read_text("utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous"))
@@ -46,7 +46,7 @@ def test_what_one_tensor_frees_the_next_one_fills(nbytes: int) -> None:
     view = second[5:]
     pages.lend(at_first)
     assert faults_of_writing(first) >= nbytes >> 12
-    before = held()
+    before = resident()
     for _ in range(3):
         pages.take(at_first)
         pages.lend(at_second)
@@ -54,7 +54,7 @@ def test_what_one_tensor_frees_the_next_one_fills(nbytes: int) -> None:
         pages.take(at_second)
         pages.lend(at_first)
         assert faults_of_writing(first) < 100
-    assert held() - before < MIB
+    assert resident() - before < MIB
     assert (second.data_ptr(), view.data_ptr()) == (at_second, at_second + 5)
 
 
@@ -64,10 +64,10 @@ def test_a_tensor_of_another_size_gets_the_pieces_that_there_are() -> None:
     pages.lend(at_small)
     small.fill_(1)
     pages.take(at_small)
-    before = held()
+    before = resident()
     pages.lend(large.data_ptr())
     large.fill_(2)
-    assert held() - before < PIECE + MIB
+    assert resident() - before < PIECE + MIB
     assert large.float().mean() == 2
 
 
@@ -83,15 +83,15 @@ def test_rests_of_nearly_the_same_size_share_their_pages() -> None:
 
 def test_pages_of_a_tensor_that_died_are_kept_until_no_tensor_is_left_or_they_are_trimmed() -> None:
     pages = Pages()
-    before = held()
+    before = resident()
     lasting, passing = (lent(pages, 8 * MIB).fill_(1) for _ in range(2))
     del passing
-    assert held() - before > 15 * MIB
+    assert resident() - before > 15 * MIB
     assert faults_of_writing(lent(pages, 8 * MIB)) < 100
     pages.trim()
-    assert held() - before < 9 * MIB
+    assert resident() - before < 9 * MIB
     del lasting
-    assert held() - before < MIB
+    assert resident() - before < MIB
 
 
 def test_memory_of_a_dead_tensor_is_the_next_ones_of_its_size_and_its_pages_are_anyones() -> None:
@@ -99,13 +99,13 @@ def test_memory_of_a_dead_tensor_is_the_next_ones_of_its_size_and_its_pages_are_
     lasting, first = lent(pages, 8 * MIB), lent(pages, 8 * MIB + 1).fill_(1)
     start = first.data_ptr()
     del first
-    before = held()
+    before = resident()
     second = lent(pages, 8 * MIB + 5)
     assert second.data_ptr() == start
     assert faults_of_writing(second) < 100
     del second
     assert faults_of_writing(lent(pages, 2 * PIECE)) < 100
-    assert held() - before < MIB
+    assert resident() - before < MIB
     assert lasting.fill_(3).float().mean() == 3
 
 
@@ -114,11 +114,11 @@ def test_where_the_kernel_moves_no_pages_memory_is_freed_all_the_same(
 ) -> None:
     monkeypatch.setattr(module, "_mremap", lambda *_: module._FAILED)
     pages = Pages()
-    before = held()
+    before = resident()
     tensor = lent(pages, 8 * MIB).fill_(1)
     start = tensor.data_ptr()
     pages.take(start)
-    assert held() - before < MIB
+    assert resident() - before < MIB
     pages.lend(start)
     assert tensor.fill_(3).float().mean() == 3
 

@@ -35,7 +35,7 @@ class Routed(nn.Module):
 
 
 def objects(model: nn.Module) -> Ignored:
-    """As FSDP1 and ``fully_shard`` take them."""
+    """The ignored objects as FSDP1 and ``fully_shard`` take them."""
     return [model.get_submodule("router"), model.get_parameter("scale")]
 
 
@@ -77,19 +77,19 @@ def test_ignored_parameters_are_plain_and_their_gradients_this_ranks(strategy: s
 
 
 def test_state_dicts_and_checkpoints_hold_them_and_a_copy_is_whole(tmp_path: Path) -> None:
-    given = seeded(Routed, seed=1).state_dict()
+    whole = seeded(Routed, seed=1).state_dict()
 
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm, ignored=objects(model))
-        sharded.load_state_dict(given)
+        sharded.load_state_dict(whole)
         sharded.save(tmp_path / "step-1")
         for state in (sharded.state_dict(), model.state_dict(), deepcopy(model).state_dict()):
-            assert all(torch.equal(state[name], value) for name, value in given.items())
+            assert all(torch.equal(state[name], value) for name, value in whole.items())
         with torch.no_grad():
             model.get_parameter("scale").zero_()
         sharded.load(tmp_path / "step-1")
         state = clones(model.state_dict())
-        assert all(torch.equal(state[name], value) for name, value in given.items())
+        assert all(torch.equal(state[name], value) for name, value in whole.items())
         assert model.get_parameter("scale").requires_grad
 
     on_ranks(2, Routed, rank)

@@ -57,13 +57,13 @@ class Noting(nn.Module):
         super().__init__()
         self.fc = nn.Linear(6, 6)
         self.norm = nn.BatchNorm1d(6)
-        self.seen: dict[str, torch.dtype] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
 
     def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
         y: Tensor = self.fc(x)
-        self.seen = {"input": x.dtype, "ids": ids.dtype, "weight": self.fc.weight.dtype}
-        self.seen |= {"output": y.dtype, "mean": self.buffer_of("running_mean").dtype}
-        self.seen |= {"count": self.buffer_of("num_batches_tracked").dtype}
+        self.dtypes = {"input": x.dtype, "ids": ids.dtype, "weight": self.fc.weight.dtype}
+        self.dtypes |= {"output": y.dtype, "mean": self.buffer_of("running_mean").dtype}
+        self.dtypes |= {"count": self.buffer_of("num_batches_tracked").dtype}
         return {"y": y, "ids": ids}
 
     def buffer_of(self, name: str) -> Tensor:
@@ -83,7 +83,7 @@ def test_each_tensor_of_a_step_has_the_dtype_that_was_asked_for(strategy: str, w
         sharded = sw.shard(model, strategy, comm=watched, precision=policy, wrap=sw.wrap.whole())
         optimizer = torch.optim.AdamW(model.parameters())
         out = model(numbers(0, (4, 6)), torch.arange(4))
-        assert model.seen == {
+        assert model.dtypes == {
             "input": BF16,
             "ids": torch.int64,
             "weight": BF16,

@@ -27,24 +27,24 @@ TIED = NETS[1]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "step-2"
     saved(TIED, 2, folder, max_file_size=3_000, files={"note.txt": "hello"})
     return folder
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
     """A copy, to be broken."""
-    return Path(shutil.copytree(made, tmp_path / "step-2"))
+    return Path(shutil.copytree(checkpoint, tmp_path / "step-2"))
 
 
 def wide() -> nn.Module:
     return nn.Linear(1024, 3 * 1024)  # 12 MiB and a bias: four blocks
 
 
-def test_everything_is_listed(made: Path) -> None:
-    catalogue = Catalogue.read(made)
+def test_everything_is_listed(checkpoint: Path) -> None:
+    catalogue = Catalogue.read(checkpoint)
     model = TIED.build()
     assert (catalogue.problems, catalogue.strangers) == ((), ())
     assert catalogue.manifest is not None
@@ -136,8 +136,8 @@ def test_files_that_do_not_belong_there_are_named(folder: Path) -> None:
     assert Catalogue.read(folder).strangers == ("stranger.bin",)
 
 
-def test_a_whole_checkpoint_has_no_damage_and_all_of_it_is_read(made: Path) -> None:
-    catalogue = Catalogue.read(made)
+def test_a_whole_checkpoint_has_no_damage_and_all_of_it_is_read(checkpoint: Path) -> None:
+    catalogue = Catalogue.read(checkpoint)
     results = list(damage_of(catalogue))
     assert [damage for _, damage in results if damage] == []
     assert sum(nbytes for nbytes, _ in results) == sum(file.size or 0 for file in catalogue.files)
@@ -218,8 +218,8 @@ def test_a_file_that_cannot_be_opened_is_one_damage_and_the_others_are_read(fold
 
 
 def test_a_manifest_that_ties_what_is_not_there_is_a_problem(folder: Path) -> None:
-    made = Manifest.decode((folder / "manifest.json").read_bytes(), "x")
-    tied = made.model_copy(update={"aliases": {"head": "gone"}})
+    manifest = Manifest.decode((folder / "manifest.json").read_bytes(), "x")
+    tied = manifest.model_copy(update={"aliases": {"head": "gone"}})
     (folder / "manifest.json").write_bytes(tied.encode())
     (problem,) = Catalogue.read(folder).problems
     assert "ties 'head' to 'gone'" in problem

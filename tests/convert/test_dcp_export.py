@@ -45,8 +45,8 @@ def saved(path: Path, world: int = 3) -> WholeState:
 
 def test_fsdp2_loads_model_and_optimizer(tmp_path: Path) -> None:
     ours = saved(tmp_path / "step-2")
-    made = export_dcp(tmp_path / "step-2", tmp_path / "dcp")
-    assert (made.path, made.tensors) == (tmp_path / "dcp", 9 + 3 * 6)
+    result = export_dcp(tmp_path / "step-2", tmp_path / "dcp")
+    assert (result.path, result.tensors) == (tmp_path / "dcp", 9 + 3 * 6)
     torchs = values(2, torch_files.fsdp2_loads, str(tmp_path))
     assert_same(ours, torchs[0])  # torch gathers on rank 0 alone
 

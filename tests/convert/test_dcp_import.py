@@ -61,12 +61,12 @@ def assert_same(ours: WholeState, torchs: WholeState) -> None:
 
 def test_fsdp2s_dcp_folder(fsdp: tuple[Path, WholeState], tmp_path: Path) -> None:
     run, torchs = fsdp
-    made = import_checkpoint(run / "dcp", tmp_path / "step-2")
-    assert made.path == tmp_path / "step-2"
-    assert (made.tensors, made.left_out) == (9 + 3 * 6, ())
+    imported = import_checkpoint(run / "dcp", tmp_path / "step-2")
+    assert imported.path == tmp_path / "step-2"
+    assert (imported.tensors, imported.left_out) == (9 + 3 * 6, ())
     for world in (1, 3):
-        assert_same(loaded(made.path, world), torchs)
-    assert json.loads((made.path / "training.json").read_text())["step"] == 2
+        assert_same(loaded(imported.path, world), torchs)
+    assert json.loads((imported.path / "training.json").read_text())["step"] == 2
 
 
 def test_an_optimizer_flattened_by_torch(fsdp: tuple[Path, WholeState], tmp_path: Path) -> None:
@@ -78,40 +78,40 @@ def test_an_optimizer_flattened_by_torch(fsdp: tuple[Path, WholeState], tmp_path
 def test_model_and_optimizer_of_fsdp1_in_one_file(
     fsdp: tuple[Path, WholeState], tmp_path: Path
 ) -> None:
-    made = import_checkpoint(fsdp[0] / "both.pt", tmp_path / "step-2")
+    imported = import_checkpoint(fsdp[0] / "both.pt", tmp_path / "step-2")
     whole = torch.load(fsdp[0] / "both.pt", weights_only=True)
-    assert_same(loaded(made.path, 2), (whole["model"], whole["optim"]))
-    assert made.left_out == ("epoch",)
+    assert_same(loaded(imported.path, 2), (whole["model"], whole["optim"]))
+    assert imported.left_out == ("epoch",)
 
 
 def test_model_and_optimizer_of_fsdp1_in_two_files(
     fsdp: tuple[Path, WholeState], tmp_path: Path
 ) -> None:
     pair = [fsdp[0] / "pytorch_model_fsdp.bin", fsdp[0] / "optimizer.bin"]
-    made = import_checkpoint(pair, tmp_path / "step-2")
+    imported = import_checkpoint(pair, tmp_path / "step-2")
     whole = torch.load(fsdp[0] / "both.pt", weights_only=True)
-    assert_same(loaded(made.path, 2), (whole["model"], whole["optim"]))
+    assert_same(loaded(imported.path, 2), (whole["model"], whole["optim"]))
 
 
 def test_a_script_of_ddp_with_a_plain_optimizer(tmp_path: Path) -> None:
     torchs = torch_files.ddp_saves(tmp_path / "last.pt", numbered=True)
-    made = import_checkpoint(tmp_path / "last.pt", tmp_path / "step-2")
-    assert made.left_out == ()
-    assert_same(loaded(made.path, 2), torchs)
+    imported = import_checkpoint(tmp_path / "last.pt", tmp_path / "step-2")
+    assert imported.left_out == ()
+    assert_same(loaded(imported.path, 2), torchs)
 
 
 def test_weights_alone_without_what_lies_beside_them(tmp_path: Path) -> None:
     torch.save(net().state_dict(), tmp_path / "model.pt")
     (tmp_path / "config.json").write_text('{"model_type": "somebody else\'s"}')
-    made = import_checkpoint(tmp_path / "model.pt", tmp_path / "weights")
-    assert sorted(path.name for path in made.path.iterdir()) == [
+    imported = import_checkpoint(tmp_path / "model.pt", tmp_path / "weights")
+    assert sorted(path.name for path in imported.path.iterdir()) == [
         "manifest.json",
         "model.safetensors",
     ]
 
     def rank(comm: Comm, model: nn.Module) -> tuple[bool, dict[str, Tensor]]:
         sharded = sw.shard(model, comm=comm)
-        return sharded.load(made.path).checked, sharded.state_dict()
+        return sharded.load(imported.path).checked, sharded.state_dict()
 
     checked, states = on_ranks(2, lambda: net(seed=7), rank)[0]
     assert checked
@@ -130,22 +130,24 @@ def test_config_json_of_a_folder_is_kept_if_it_is_one(tmp_path: Path) -> None:
 
 def test_moments_go_to_the_parameters_that_the_groups_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    made = torch.optim.AdamW(reversed(list(model.named_parameters())))
+    optimizer = torch.optim.AdamW(reversed(list(model.named_parameters())))
     model(torch.tensor([[1.0, 2.0]])).square().sum().backward()
-    made.step()
-    states = {"model": model.state_dict(), "optimizer": made.state_dict()}
+    optimizer.step()
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(states, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "out")
     moments = load_file(tmp_path / "out" / "training/optimizer.safetensors")
     for name, param in model.named_parameters():
-        assert torch.equal(moments[f"exp_avg/{name}"], made.state[param]["exp_avg"]), name
+        assert torch.equal(moments[f"exp_avg/{name}"], optimizer.state[param]["exp_avg"]), name
 
 
 def test_a_class_that_it_does_not_tell_must_be_named(tmp_path: Path) -> None:
     model = net()
-    made = torch.optim.RMSprop(model.parameters())
-    torch_files.steps(model, made)
-    torch.save({"model": model.state_dict(), "optimizer": made.state_dict()}, tmp_path / "a.pt")
+    optimizer = torch.optim.RMSprop(model.parameters())
+    torch_files.steps(model, optimizer)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt"
+    )
     with pytest.raises(sw.CheckpointError, match="--optimizer-class AdamW"):
         import_checkpoint(tmp_path / "a.pt", tmp_path / "step-2")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]

@@ -25,7 +25,7 @@ DECODER = NETS[0]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def checkpoint(tmp_path: Path) -> Path:
     saved(DECODER, 1, tmp_path / "run" / "step-2")
     return tmp_path / "run" / "step-2"
 
@@ -35,44 +35,44 @@ def exported(source: Path, destination: Path, **options: Any) -> None:
         export(opened, destination, ExportOptions(**options))
 
 
-def test_a_web_site_with_a_manifest_is_left_alone(made: Path, tmp_path: Path) -> None:
+def test_a_web_site_with_a_manifest_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
     (site / "manifest.json").write_text('{"name": "pwa"}')
     (site / "index.html").write_text("<p>")
     with pytest.raises(sw.CheckpointError, match="is no checkpoint of shardwise"):
-        exported(made, site, overwrite=True)
+        exported(checkpoint, site, overwrite=True)
     assert names(site) == ["index.html", "manifest.json"]
 
 
-def test_what_a_manifest_does_not_list_is_not_removed(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out")
+def test_what_a_manifest_does_not_list_is_not_removed(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "out")
     (tmp_path / "out" / "notes.md").write_text("mine")
     with pytest.raises(
         sw.CheckpointError, match=r"also holds notes\.md, which is not part of the export"
     ):
-        exported(made, tmp_path / "out", overwrite=True)
+        exported(checkpoint, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "notes.md").read_text() == "mine"
 
 
-def test_weights_alone_are_no_step_of_a_run(made: Path) -> None:
+def test_weights_alone_are_no_step_of_a_run(checkpoint: Path) -> None:
     with pytest.raises(sw.CheckpointError, match="which `resume` would load"):
-        exported(made, made.with_name("step-9"))
-    exported(made, made.with_name("step-9"), with_optimizer=True)
+        exported(checkpoint, checkpoint.with_name("step-9"))
+    exported(checkpoint, checkpoint.with_name("step-9"), with_optimizer=True)
     with pytest.raises(sw.CheckpointError, match="which `resume` would load"):
-        Destination(made.with_name("step-10"), "dcp", whole=True).check()  # of torch
+        Destination(checkpoint.with_name("step-10"), "dcp", whole=True).check()  # of torch
 
 
-def test_weights_alone_do_not_replace_training_state(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out", with_optimizer=True)
+def test_weights_alone_do_not_replace_training_state(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "out", with_optimizer=True)
     with pytest.raises(sw.CheckpointError, match="weights alone would replace it"):
-        exported(made, tmp_path / "out", overwrite=True)
-    exported(made, tmp_path / "out", with_optimizer=True, overwrite=True)
+        exported(checkpoint, tmp_path / "out", overwrite=True)
+    exported(checkpoint, tmp_path / "out", with_optimizer=True, overwrite=True)
 
 
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_link_is_refused_before_anything_is_written(
-    made: Path, tmp_path: Path, exists: bool
+    checkpoint: Path, tmp_path: Path, exists: bool
 ) -> None:
     if exists:
         (tmp_path / "elsewhere").mkdir()
@@ -82,7 +82,7 @@ def test_a_link_is_refused_before_anything_is_written(
         with pytest.raises(sw.CheckpointError, match="is a link"):
             Destination(link, form, overwrite=True).check()
     with pytest.raises(sw.CheckpointError, match="is a link"):
-        exported(made, link, overwrite=True)
+        exported(checkpoint, link, overwrite=True)
     assert link.is_symlink()
 
 
@@ -95,30 +95,36 @@ def test_a_workplace_that_is_in_use_stays(tmp_path: Path) -> None:
 
 @pytest.mark.spawn
 @forked
-def test_what_killed_exports_left_the_next_ones_remove(made: Path, tmp_path: Path) -> None:
+def test_what_killed_exports_left_the_next_ones_remove(checkpoint: Path, tmp_path: Path) -> None:
     """Each is killed when all but the last name is there."""
     torch.save({"x": torch.ones(3)}, tmp_path / "x.pt")
     before = names(tmp_path)
-    command = [sys.executable, "-m", "tests.convert.test_destination", str(made), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.convert.test_destination",
+        str(checkpoint),
+        str(tmp_path),
+    ]
     subprocess.run(command, check=True)
     hidden = [name for name in names(tmp_path) if name not in before]
     assert sorted(name.partition(".unfinished")[0] for name in hidden) == [".dcp", ".k.pt", ".of"]
-    run(made, tmp_path, lambda act: act())
+    run(checkpoint, tmp_path, lambda act: act())
     assert [name for name in names(tmp_path) if name not in before] == ["dcp", "k.pt", "of"]
 
 
-def run(made: Path, folder: Path, do: Callable[[Callable[[], object]], object]) -> None:
+def run(checkpoint: Path, folder: Path, do: Callable[[Callable[[], object]], object]) -> None:
     """One export of each kind that is written in a hidden folder first."""
     from shardwise.cli import export as cli
     from shardwise.convert.dcp_export import export_dcp
     from shardwise.convert.export import export_torch_file
 
     def torch_file() -> None:
-        with CheckpointReader.open(made) as source:
+        with CheckpointReader.open(checkpoint) as source:
             export_torch_file(source, folder / "k.pt")
 
     do(torch_file)
-    do(lambda: export_dcp(made, folder / "dcp"))
+    do(lambda: export_dcp(checkpoint, folder / "dcp"))
     do(lambda: cli.run_export(folder / "x.pt", folder / "of", cli.ExportArguments()))
 
 
@@ -127,7 +133,7 @@ def die(*_: object) -> None:
 
 
 def killed(act: Callable[[], object]) -> None:
-    """In a process of its own, at the last moment before the result has its name."""
+    """Act in a process that is killed at the last moment before the result has its name."""
     from shardwise.cli import export as cli
     from shardwise.convert import dcp_export as exported
     from shardwise.convert import export as torch_file

@@ -37,26 +37,26 @@ def exported(source: Path, destination: Path, **options: Any) -> Converted:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks' checkpoint, in many small files."""
     folder = tmp_path_factory.mktemp("made") / "step-2"
     saved(TIED, 2, folder, max_file_size=2_000)
     return folder
 
 
-def test_many_files_become_one(made: Path, tmp_path: Path) -> None:
-    result = exported(made, tmp_path / "out")
+def test_many_files_become_one(checkpoint: Path, tmp_path: Path) -> None:
+    result = exported(checkpoint, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "manifest.json",
         "model.safetensors",
     ]
-    assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors(made, "model"))
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors(checkpoint, "model"))
     assert (result.files, result.cast) == (("model.safetensors",), ())
-    assert check_complete(tmp_path / "out").aliases == check_complete(made).aliases
+    assert check_complete(tmp_path / "out").aliases == check_complete(checkpoint).aliases
 
 
-def test_one_file_becomes_many_as_hugging_face_names_them(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "one")
+def test_one_file_becomes_many_as_hugging_face_names_them(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "one")
     result = exported(tmp_path / "one", tmp_path / "many", max_file_size=5_000)
     assert len(result.files) > 2
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
@@ -65,15 +65,15 @@ def test_one_file_becomes_many_as_hugging_face_names_them(made: Path, tmp_path: 
         in_file = load_file(tmp_path / "many" / name)
         assert sum(value.nbytes for value in in_file.values()) <= 5_000 or len(in_file) == 1
         assert all(index["weight_map"][tensor] == name for tensor in in_file)
-    assert same(tensors(tmp_path / "many", "model"), tensors(made, "model"))
+    assert same(tensors(tmp_path / "many", "model"), tensors(checkpoint, "model"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_weights_are_cast_as_torch_casts_them(
-    made: Path, tmp_path: Path, dtype: torch.dtype
+    checkpoint: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    result = exported(made, tmp_path / "out", dtype=dtype)
-    whole = tensors(made, "model")
+    result = exported(checkpoint, tmp_path / "out", dtype=dtype)
+    whole = tensors(checkpoint, "model")
     assert same(tensors(tmp_path / "out", "model"), {n: v.to(dtype) for n, v in whole.items()})
     assert set(result.cast) == set(whole)
 
@@ -138,28 +138,28 @@ def test_transformers_loads_the_result(tmp_path: Path) -> None:
     assert same(back.state_dict(), {n: v.bfloat16() for n, v in whole.items()})
 
 
-def test_with_its_optimizer_a_run_goes_on_from_the_result(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out", with_optimizer=True)
+def test_with_its_optimizer_a_run_goes_on_from_the_result(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "out", with_optimizer=True)
     for kind in ("model", "optimizer"):
-        assert same(tensors(tmp_path / "out", kind), tensors(made, kind))
-    assert Catalogue.read(tmp_path / "out").training == Catalogue.read(made).training
+        assert same(tensors(tmp_path / "out", kind), tensors(checkpoint, kind))
+    assert Catalogue.read(tmp_path / "out").training == Catalogue.read(checkpoint).training
     loaded_and_saved(TIED, 3, tmp_path / "out", tmp_path / "again")
-    assert same(tensors(tmp_path / "again", "optimizer"), tensors(made, "optimizer"))
+    assert same(tensors(tmp_path / "again", "optimizer"), tensors(checkpoint, "optimizer"))
 
 
-def test_optimizer_state_keeps_its_dtype(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out", with_optimizer=True, dtype=torch.bfloat16)
-    assert same(tensors(tmp_path / "out", "optimizer"), tensors(made, "optimizer"))
+def test_optimizer_state_keeps_its_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "out", with_optimizer=True, dtype=torch.bfloat16)
+    assert same(tensors(tmp_path / "out", "optimizer"), tensors(checkpoint, "optimizer"))
 
     def rank(comm: Any, model: nn.Module) -> tuple[str, ...]:
         sharded = sw.shard(model, comm=comm)
         return sharded.load(tmp_path / "out", adamw(model.parameters()), cast=True).cast
 
-    assert len(on_ranks(2, TIED.build, rank)[0]) == len(tensors(made, "model"))
+    assert len(on_ranks(2, TIED.build, rank)[0]) == len(tensors(checkpoint, "model"))
 
 
-def test_weights_alone_have_no_optimizer_to_export(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out")
+def test_weights_alone_have_no_optimizer_to_export(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "out")
     with pytest.raises(sw.CheckpointError, match=r"weights alone\. Export it without --with-opt"):
         exported(tmp_path / "out", tmp_path / "again", with_optimizer=True)
     (tmp_path / "empty").mkdir()
@@ -167,8 +167,8 @@ def test_weights_alone_have_no_optimizer_to_export(made: Path, tmp_path: Path) -
         exported(tmp_path / "empty", tmp_path / "again")
 
 
-def test_the_result_vouches_for_its_bytes(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out", max_file_size=5_000)
+def test_the_result_vouches_for_its_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "out", max_file_size=5_000)
     catalogue = Catalogue.read(tmp_path / "out")
     assert catalogue.problems == ()
     assert [damage for _, damage in damage_of(catalogue) if damage] == []
@@ -178,8 +178,8 @@ def test_the_result_vouches_for_its_bytes(made: Path, tmp_path: Path) -> None:
     assert any(damage for _, damage in damage_of(catalogue))
 
 
-def test_damage_is_found_on_the_way_and_nothing_is_left(made: Path, tmp_path: Path) -> None:
-    broken = Path(shutil.copytree(made, tmp_path / "step-2"))
+def test_damage_is_found_on_the_way_and_nothing_is_left(checkpoint: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(checkpoint, tmp_path / "step-2"))
     path = max(broken.glob("model-*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -189,48 +189,50 @@ def test_damage_is_found_on_the_way_and_nothing_is_left(made: Path, tmp_path: Pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-2"]
 
 
-def test_what_is_there_is_replaced_only_if_told_so(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out")
+def test_what_is_there_is_replaced_only_if_told_so(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "out")
     with pytest.raises(sw.CheckpointError, match=r"is there already.*--overwrite"):
-        exported(made, tmp_path / "out", dtype=torch.bfloat16)
-    exported(made, tmp_path / "out", dtype=torch.bfloat16, overwrite=True)
+        exported(checkpoint, tmp_path / "out", dtype=torch.bfloat16)
+    exported(checkpoint, tmp_path / "out", dtype=torch.bfloat16, overwrite=True)
     assert tensors(tmp_path / "out", "model")["embed.weight"].dtype == torch.bfloat16
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(sw.CheckpointError, match="no checkpoint of shardwise, so it is left alone"):
-        exported(made, tmp_path / "mine", overwrite=True)
+        exported(checkpoint, tmp_path / "mine", overwrite=True)
 
 
-def test_what_a_killed_export_left_goes_and_nothing_else(made: Path, tmp_path: Path) -> None:
+def test_what_a_killed_export_left_goes_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
     token = "0123456789abcdef"
     names = (f"out.partial-{token}", f"other.partial-{token}", f"out.replaced-{token}")
     for name in names:
         (tmp_path / name).mkdir()
-    exported(made, tmp_path / "out")
+    exported(checkpoint, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[1:], "out"])
 
 
-def test_a_checkpoint_is_never_written_over_or_into_itself(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out")
+def test_a_checkpoint_is_never_written_over_or_into_itself(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    exported(checkpoint, tmp_path / "out")
     for destination in (tmp_path / "out", tmp_path / "out" / "sub"):
         with pytest.raises(sw.CheckpointError, match="in, the checkpoint that is exported"):
             exported(tmp_path / "out", destination, dtype=torch.bfloat16, overwrite=True)
-    assert same(tensors(tmp_path / "out", "model"), tensors(made, "model"))
+    assert same(tensors(tmp_path / "out", "model"), tensors(checkpoint, "model"))
 
 
-def test_weights_alone_say_that_one_process_wrote_them(made: Path, tmp_path: Path) -> None:
-    exported(made, tmp_path / "out")
+def test_weights_alone_say_that_one_process_wrote_them(checkpoint: Path, tmp_path: Path) -> None:
+    exported(checkpoint, tmp_path / "out")
     manifest = check_complete(tmp_path / "out")
     assert (manifest.world, manifest.strategy, manifest.kind) == (1, "export", "full")
-    exported(made, tmp_path / "whole", with_optimizer=True)
+    exported(checkpoint, tmp_path / "whole", with_optimizer=True)
     assert check_complete(tmp_path / "whole").world == 2
 
 
 @pytest.mark.parametrize("name", ["step-2", "step-2.partial-0123456789abcdef", "weights"])
 def test_what_was_not_written_to_its_end_is_not_exported(
-    made: Path, tmp_path: Path, name: str
+    checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
-    broken = Path(shutil.copytree(made, tmp_path / name))
+    broken = Path(shutil.copytree(checkpoint, tmp_path / name))
     (broken / "manifest.json").unlink()
     if name == "weights":
         assert (broken / "training.json").exists()
@@ -249,35 +251,35 @@ def test_a_folder_of_torch_names_the_file_to_pass(tmp_path: Path) -> None:
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = record(monkeypatch)
-    exported(made, tmp_path / "out", max_file_size=5_000)
-    named = seen.index("rename out")
-    unfinished = next(one for one in seen if one.endswith("/.manifest.json.unfinished"))
+    calls = record(monkeypatch)
+    exported(checkpoint, tmp_path / "out", max_file_size=5_000)
+    named = calls.index("rename out")
+    unfinished = next(one for one in calls if one.endswith("/.manifest.json.unfinished"))
     partial = unfinished.rpartition("/")[0]
     files = {f"{partial}/{path.name}" for path in (tmp_path / "out").iterdir()}
     files = files - {f"{partial}/manifest.json"} | {unfinished}
-    assert files <= set(seen[:named])
-    assert seen[named - 1] == partial  # the folder, and with it the names in it
-    assert f"fsync {tmp_path}" in seen[named:]
+    assert files <= set(calls[:named])
+    assert calls[named - 1] == partial  # the folder, and with it the names in it
+    assert f"fsync {tmp_path}" in calls[named:]
 
 
 def test_nothing_larger_than_a_few_blocks_is_ever_held(tmp_path: Path) -> None:
     """A tensor of 64 MiB; numpy tells tracemalloc what it holds, torch holds one block."""
     values = {"x": torch.ones(16 << 20), "y": torch.arange(3)}
     save_file(values, tmp_path / "model.safetensors")
-    seen: list[int] = []
+    sizes: list[int] = []
     tracemalloc.start()
     try:
         with CheckpointReader.open(tmp_path) as source:
-            export(source, tmp_path / "out", progress=lambda more, total: seen.append(more))
+            export(source, tmp_path / "out", progress=lambda more, total: sizes.append(more))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 4 * BLOCK
-    assert max(seen) <= BLOCK
-    assert sum(seen) == sum(value.nbytes for value in values.values())
+    assert max(sizes) <= BLOCK
+    assert sum(sizes) == sum(value.nbytes for value in values.values())
     assert same(load_file(tmp_path / "out" / "model.safetensors"), values)
 
 
@@ -298,7 +300,7 @@ def compiled() -> nn.Module:
 
 @pytest.fixture
 def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As earlier versions stored it: with the names that ``torch.compile`` gives."""
+    """A checkpoint as earlier versions stored it: with the names that ``torch.compile`` gives."""
     with monkeypatch.context() as patch:
         patch.setattr(wrappers, "WRAPPERS", set())
         on_ranks(

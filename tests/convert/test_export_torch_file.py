@@ -20,12 +20,12 @@ TIED = NETS[1]
 def test_a_plain_model_loads_the_file(tmp_path: Path) -> None:
     whole = saved(TIED, 2, tmp_path / "step-2", max_file_size=2_000)
     with CheckpointReader.open(tmp_path / "step-2") as source:
-        made = export_torch_file(source, tmp_path / "model.pt")
+        exported = export_torch_file(source, tmp_path / "model.pt")
     states = torch.load(tmp_path / "model.pt", weights_only=True)
     model = TIED.build()
     model.load_state_dict(states)
     assert same(model.state_dict(), whole)
-    assert made.nbytes == (tmp_path / "model.pt").stat().st_size
+    assert exported.nbytes == (tmp_path / "model.pt").stat().st_size
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "latest") == [
         "model.pt",
         "step-2",
@@ -49,12 +49,12 @@ def test_the_file_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(TIED, 1, tmp_path / "step-2")
-    seen = record(monkeypatch)
+    calls = record(monkeypatch)
     with CheckpointReader.open(tmp_path / "step-2") as source:
         export_torch_file(source, tmp_path / "model.pt")
-    named = seen.index("rename model.pt")
-    assert any(".unfinished-" in one and one.startswith("fsync ") for one in seen[:named])
-    assert seen[named + 1] == f"fsync {tmp_path}"
+    named = calls.index("rename model.pt")
+    assert any(".unfinished-" in one and one.startswith("fsync ") for one in calls[:named])
+    assert calls[named + 1] == f"fsync {tmp_path}"
 
 
 def test_a_disk_that_is_full_is_told_before_and_while_writing(

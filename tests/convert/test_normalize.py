@@ -23,7 +23,7 @@ NAMES = [name for name, _ in Net().named_parameters()]
 
 
 def tree_of(states: Any, name: str = "a.pt") -> Tree:
-    """As if it had been read from a file."""
+    """The nested values as if they had been read from a file."""
     tree: Tree = _tree(Path(name), states, "")
     return tree
 
@@ -147,14 +147,14 @@ def test_numbers_that_could_be_other_parameters_are_refused(parts: tuple[str, ..
 def test_several_groups_by_the_names_that_they_give() -> None:
     model = net()
     up = list(model.up.named_parameters("up"))
-    rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("up.")]
-    groups: list[dict[str, Any]] = [{"params": rest[::-1], "lr": 0.5}, {"params": up}]
+    others = [(n, p) for n, p in model.named_parameters() if not n.startswith("up.")]
+    groups: list[dict[str, Any]] = [{"params": others[::-1], "lr": 0.5}, {"params": up}]
     optimizer = torch.optim.AdamW(groups)
     steps(model, optimizer)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     state = normalize([tree_of(states)])
     name_numbered(state)
-    assert state.groups[0].params == [name for name, _ in rest[::-1]]
+    assert state.groups[0].params == [name for name, _ in others[::-1]]
     assert state.groups[1].params == ["up.weight", "up.bias"]
     assert set(state.state) == set(NAMES)
     assert all("param_names" not in g["options"] for g in records(state, "AdamW")[0]["groups"])
@@ -218,9 +218,9 @@ def test_groups_that_were_flattened_are_put_together_again() -> None:
     model = net()
     flat = {f"param_groups.{name}.lr": 0.5 if "up" in name else 0.1 for name in NAMES}
     state = normalize([tree_of({"model": model.state_dict(), "optim": flat})])
-    made = records(state, "SGD")[0]["groups"]
-    assert [group["options"] for group in made] == [{"lr": 0.5}, {"lr": 0.1}]
-    assert [name for group in made for name in group["params"]] == NAMES
+    groups = records(state, "SGD")[0]["groups"]
+    assert [group["options"] for group in groups] == [{"lr": 0.5}, {"lr": 0.1}]
+    assert [name for group in groups for name in group["params"]] == NAMES
 
 
 def test_how_to_compute_is_not_stored() -> None:

@@ -103,9 +103,9 @@ def fsdp2_loads(rank: int, world: int, folder: str, run: str) -> WholeState:
         model, optimizer = fsdp2(world)
         steps(model, optimizer, 1)  # other values, and state to be filled
         states, optim = get_state_dict(model, optimizer)
-        wanted = {"model": states, "optimizer": optim, "step": 0}
-        dcp_load(wanted, checkpoint_id=f"{run}/dcp")
-        assert wanted["step"] == 2
+        state = {"model": states, "optimizer": optim, "step": 0}
+        dcp_load(state, checkpoint_id=f"{run}/dcp")
+        assert state["step"] == 2
         set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=optim)
         return whole_state(model, optimizer)
 

@@ -24,9 +24,9 @@ def document(name: str) -> str:
 
 
 def reports() -> tuple[Report, Report]:
-    """Of the first document's command, and of the second one's program."""
+    """The reports of the first document's command and of the second one's program."""
     settings = of_command(document("finetune.sh")), of_program(ast.parse(document("run.py")))
-    command, program = ({one.key: one.value for one in given} for given in settings)
+    command, program = ({one.key: one.value for one in settings_of} for settings_of in settings)
     return read(command, "command"), read(program, "script")
 
 

@@ -215,8 +215,8 @@ def test_every_key_is_in_the_report_once_and_in_its_order(
     only = DIALECTS[dialect].only or ["*"]
     keys = [key for key in tree if any(fnmatchcase(key, pattern) for pattern in only)]
     assert [entry.key for entry in report.entries if entry.key in keys] == keys
-    rest = [entry for entry in report.entries if entry.key not in (*keys, "-")]
-    assert len({entry.key for entry in rest}) == len(rest)
+    unused = [entry for entry in report.entries if entry.key not in (*keys, "-")]
+    assert len({entry.key for entry in unused}) == len(unused)
     assert {e.status for e in report.entries} <= STATUSES
     assert report.policy == report.policy.settled()
 
@@ -734,9 +734,9 @@ DEEPSPEED = {
 def test_deepspeeds_json_is_guessed_and_every_key_is_accounted_for() -> None:
     report = read(DEEPSPEED)
     assert report.dialect.name == "deepspeed"
-    given = [e for e in report.entries if e.status != "default"]
-    assert [e.key for e in given] == [key for key, _ in flatten(DEEPSPEED)]
-    assert {e.key for e in given if e.status == "ignored"} == {
+    entries = [e for e in report.entries if e.status != "default"]
+    assert [e.key for e in entries] == [key for key, _ in flatten(DEEPSPEED)]
+    assert {e.key for e in entries if e.status == "ignored"} == {
         "zero_optimization.stage3_prefetch_bucket_size",
         "zero_optimisation",
     }
@@ -797,8 +797,8 @@ def test_whether_inputs_are_cast_goes_both_ways(dialect: str, inputs: bool) -> N
 
 def test_fsdp1_casts_the_models_inputs_unless_the_root_is_told_otherwise() -> None:
     def cast(**options: Any) -> Any:
-        given = {"mixed_precision": MixedPrecision(torch.bfloat16, **options)}
-        return read(given, "fsdp1", strict=True).policy.cast_inputs
+        arguments = {"mixed_precision": MixedPrecision(torch.bfloat16, **options)}
+        return read(arguments, "fsdp1", strict=True).policy.cast_inputs
 
     assert cast() is cast(cast_forward_inputs=True) is True
     assert cast(cast_root_forward_inputs=False) is False

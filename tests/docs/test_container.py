@@ -20,16 +20,18 @@ def test_each_line_is_an_instruction() -> None:
 
 
 def test_what_is_copied_exists_and_the_build_has_what_it_needs() -> None:
-    sources = {name for word, rest in INSTRUCTIONS if word == "COPY" for name in rest.split()[:-1]}
+    sources = {
+        name for word, words in INSTRUCTIONS if word == "COPY" for name in words.split()[:-1]
+    }
     assert sources == {name for name in sources if (ROOT / name).exists()}
     project, wheel = PROJECT["project"], PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = {"pyproject.toml", project["readme"], *project["license-files"]}
-    needed |= {path.split("/")[0] for path in (*wheel["packages"], *wheel["force-include"])}
-    assert needed <= sources
+    required = {"pyproject.toml", project["readme"], *project["license-files"]}
+    required |= {path.split("/")[0] for path in (*wheel["packages"], *wheel["force-include"])}
+    assert required <= sources
 
 
 def test_the_extras_and_the_interpreter_are_the_projects() -> None:
-    (command,) = [rest for word, rest in INSTRUCTIONS if word == "RUN"]
+    (command,) = [words for word, words in INSTRUCTIONS if word == "RUN"]
     (extras,) = re.findall(r'"\.\[(.*)\]"', command)
     assert {*extras.split(",")} <= PROJECT["project"]["optional-dependencies"].keys()
     assert "-c constraints.txt" in command
@@ -39,6 +41,6 @@ def test_the_extras_and_the_interpreter_are_the_projects() -> None:
 
 
 def test_it_starts_the_projects_command() -> None:
-    (entry,) = [rest for word, rest in INSTRUCTIONS if word == "ENTRYPOINT"]
+    (entry,) = [words for word, words in INSTRUCTIONS if word == "ENTRYPOINT"]
     assert json.loads(entry) == ["shardwise"]
     assert "shardwise" in PROJECT["project"]["scripts"]

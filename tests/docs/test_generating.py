@@ -42,9 +42,9 @@ def functions() -> dict[str, Any]:
 def test_every_rank_has_the_plain_models_tokens(plain: Any) -> None:
     generate, models = functions()["generate"], [deepcopy(plain) for _ in range(2)]
     ids = torch.tensor([PROMPTS[0]])
-    wanted = plain.generate(ids, attention_mask=ids > 0, max_new_tokens=8, do_sample=False)
+    expected = plain.generate(ids, attention_mask=ids > 0, max_new_tokens=8, do_sample=False)
     for tokens in run_threads(2, lambda comm: generate(models[comm.rank], PROMPTS[0], comm)):
-        assert torch.equal(tokens, wanted)
+        assert torch.equal(tokens, expected)
 
 
 def test_a_rank_with_a_prompt_of_its_own_needs_no_other_rank(plain: Any) -> None:
@@ -56,5 +56,5 @@ def test_a_rank_with_a_prompt_of_its_own_needs_no_other_rank(plain: Any) -> None
 
     for prompt, tokens in zip(PROMPTS, run_threads(2, rank), strict=True):
         ids = torch.tensor([prompt])
-        wanted = plain.generate(ids, attention_mask=ids > 0, max_new_tokens=8, do_sample=False)
-        assert torch.equal(tokens, wanted)
+        expected = plain.generate(ids, attention_mask=ids > 0, max_new_tokens=8, do_sample=False)
+        assert torch.equal(tokens, expected)

@@ -42,9 +42,9 @@ def test_what_is_measured_is_an_entry_of_a_table(
 
 
 def test_an_edge_is_what_makes_small_sizes_take_longer() -> None:
-    taken = {size: 3e-12 * (1 + 20 / size) for size in (64, 16)}
-    assert calibration._edge((taken[64], 64), (taken[16], 16)) == pytest.approx(20)
-    assert calibration._edge((taken[16], 64), (taken[64], 16)) == 0  # noise: it took no longer
+    seconds = {size: 3e-12 * (1 + 20 / size) for size in (64, 16)}
+    assert calibration._edge((seconds[64], 64), (seconds[16], 16)) == pytest.approx(20)
+    assert calibration._edge((seconds[16], 64), (seconds[64], 16)) == 0  # noise: it took no longer
 
 
 def test_what_a_gradient_and_a_unit_take_in_the_engine_is_what_it_adds() -> None:

@@ -45,11 +45,11 @@ def test_what_is_installed_here_fits() -> None:
 
 
 def test_every_row_says_what_it_is_that_is_missing() -> None:
-    seen = {known.device: devices(known.device) for known in ROWS}
-    assert seen["cpu"].backend == "gloo"
-    assert seen["cpu"].problem == ""
-    assert "it needs habana_frameworks.torch" in seen["hpu"].problem
-    assert seen["xpu"].names == ()
+    by_name = {known.device: devices(known.device) for known in ROWS}
+    assert by_name["cpu"].backend == "gloo"
+    assert by_name["cpu"].problem == ""
+    assert "it needs habana_frameworks.torch" in by_name["hpu"].problem
+    assert by_name["xpu"].names == ()
 
 
 def test_a_broken_plug_in_is_a_line_of_the_answer(

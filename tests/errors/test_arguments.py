@@ -60,11 +60,11 @@ def test_a_front_door_lists_the_fields_of_its_options(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_public_constructor_answers_wrong_names_and_types(policy: Callable[..., Any]) -> None:
     assert "has no option 'colour'; " in error_text(sw.ConfigError, lambda: policy(colour=1))
-    needed: dict[str, Any] = {"name": "mine"} if policy is sw.Placement else {}
+    required: dict[str, Any] = {"name": "mine"} if policy is sw.Placement else {}
     if policy is sw.Training:  # its values are looked at where all ranks meet
         return
     for name in {item.name for item in fields(policy)}:  # type: ignore[arg-type]
-        text = error_text(sw.ConfigError, partial(policy, **needed | {name: object()}))
+        text = error_text(sw.ConfigError, partial(policy, **required | {name: object()}))
         assert f"{name} is a object" in text
 
 

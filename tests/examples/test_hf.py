@@ -58,11 +58,11 @@ def with_their_line(program: Path, folder: Path) -> Path:
 def compared(program: str, folder: Path, *options: object) -> Path:
     """Run it on two ranks, and on one process with their line; the folder that ours wrote."""
     sharded, plain = folder / "ours", folder / "theirs"
-    given = ("--model_name_or_path", tiny("llama", folder / "llama"), *options, *COMMON)
+    arguments = ("--model_name_or_path", tiny("llama", folder / "llama"), *options, *COMMON)
     batch = "--per_device_train_batch_size"
-    torchrun(EXAMPLES / program, *given, "--output_dir", sharded, batch, 2, folder=folder)
+    torchrun(EXAMPLES / program, *arguments, "--output_dir", sharded, batch, 2, folder=folder)
     plain = with_their_line(EXAMPLES / program, folder)
-    run(plain, *given, "--output_dir", plain, batch, 4, folder=folder)
+    run(plain, *arguments, "--output_dir", plain, batch, 4, folder=folder)
     assert losses(sharded) == pytest.approx(losses(plain), rel=1e-4)
     assert len(losses(sharded)) == 3
     return sharded

@@ -169,11 +169,11 @@ def test_digits_are_recognised_and_two_runs_are_equal(tmp_path: Path) -> None:
 
 @pytest.mark.prove
 def test_the_built_in_digits() -> None:
-    (train, classes), (test, wanted) = mnist.read_digits()
+    (train, classes), (test, classes_of_test) = mnist.read_digits()
     assert (train.shape, classes.shape) == ((1540, 1, 28, 28), (1540,))
-    assert (test.shape, wanted.shape) == ((257, 1, 28, 28), (257,))
+    assert (test.shape, classes_of_test.shape) == ((257, 1, 28, 28), (257,))
     assert train.std().item() == pytest.approx(1, abs=0.1)
-    assert set(wanted.tolist()) == set(range(10))
+    assert set(classes_of_test.tolist()) == set(range(10))
 
 
 def test_the_options_are_the_documents() -> None:

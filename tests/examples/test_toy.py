@@ -25,7 +25,7 @@ TOY = EXAMPLES / "toy.py"
 
 
 def final_loss(iterations: int, world: int) -> str:
-    """Of one process, which takes the mean of all rows."""
+    """The loss of one process, which takes the mean of all rows."""
     torch.manual_seed(0)
     rows = torch.rand(world, 3)
     model = torch.nn.Linear(3, 3, bias=False)
@@ -39,7 +39,7 @@ def final_loss(iterations: int, world: int) -> str:
 
 
 def assert_printed(text: str, loss: str, ranks: int) -> None:
-    """By one rank, and by all that they are done. A line may begin in another rank's."""
+    """One rank has printed the loss, all that they are done; a line may begin in another rank's."""
     assert text.count(loss) == 1
     assert text.count("All done") == ranks
     assert len(text) == len(loss) + ranks * len("All done")

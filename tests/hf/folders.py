@@ -116,14 +116,14 @@ def tiny(architecture: str, folder: Path, **options: Any) -> Path:
 
 
 def persistent_buffers(model: hf.PreTrainedModel) -> list[torch.Tensor]:
-    """Those that are stored, if floating-point."""
-    rest = {name for name, _ in model.named_non_persistent_buffers()}
+    """The buffers that are stored, if floating-point."""
+    others = {name for name, _ in model.named_non_persistent_buffers()}
     buffers = model.named_buffers()
-    return [value for name, value in buffers if name not in rest and value.is_floating_point()]
+    return [value for name, value in buffers if name not in others and value.is_floating_point()]
 
 
 def tiny_tokenizer() -> hf.PreTrainedTokenizerFast:
-    """Of 300 tokens; its end token is that of a turn, and its padding is another one."""
+    """A tokenizer of 300 tokens; its end token is that of a turn, its padding is another one."""
     tokenizer = hf.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()),
         eos_token=END,

@@ -151,8 +151,8 @@ def of_values(base: nn.Module, plain: nn.Module) -> Callable[[nn.Module], None]:
     def fill(module: nn.Module) -> None:
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for name, tensor in own:
-            given = values.get(f"{paths.get(module)}.{name}")
-            tensor.data.copy_(torch.zeros(()) if given is None else given)
+            value = values.get(f"{paths.get(module)}.{name}")
+            tensor.data.copy_(torch.zeros(()) if value is None else value)
 
     return fill
 

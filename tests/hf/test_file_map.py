@@ -69,10 +69,10 @@ def test_what_only_the_files_have_is_left_out_and_reported(
     assert "in the files, left out: extra" in caplog.text
 
 
-@pytest.mark.parametrize("kept", ["lm_head.weight", "transformer.wte.weight"])
-def test_a_tied_weight_is_read_by_either_name(tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize("stored_name", ["lm_head.weight", "transformer.wte.weight"])
+def test_a_tied_weight_is_read_by_either_name(tmp_path: Path, stored_name: str) -> None:
     def rename(stored: Stored) -> None:
-        stored[kept] = stored.pop("transformer.wte.weight")
+        stored[stored_name] = stored.pop("transformer.wte.weight")
 
     folder = tiny("gpt2", tmp_path)
     before = sw.hf.load(folder).model.state_dict()

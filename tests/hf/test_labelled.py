@@ -59,9 +59,9 @@ def _as_in_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(kind: str, **options: Any) -> Any:
-    given = {**SHAPE, "pad_token_id": None, **ARCHITECTURES.get(kind, HEADS_OF_8), **options}
+    shape = {**SHAPE, "pad_token_id": None, **ARCHITECTURES.get(kind, HEADS_OF_8), **options}
     torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(kind, **given))
+    return hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(kind, **shape))
 
 
 def batch_of(rank: int, labels: int) -> Batch:

@@ -42,7 +42,7 @@ def recipe(folder: Path) -> Recipe:
 
 
 def plain(folder: Path) -> Any:
-    """As transformers loads it, with nothing missing or left over.
+    """The model as transformers loads it, with nothing missing or left over.
 
     In memory of torch's: that of a file is aligned otherwise, and products round otherwise there.
     """
@@ -85,9 +85,9 @@ def test_it_trains_as_in_one_process_and_loads_in_transformers(
     expected = one_by_one(recipe(folder), world)
     ranks = run_threads(world, trained, folder, out)
     assert [losses for losses, _ in ranks] == expected.losses
-    for (_, state), wanted in zip(ranks, expected.states, strict=True):
-        assert state.keys() == wanted.keys()
-        assert [name for name in state if not torch.equal(state[name], wanted[name])] == []
+    for (_, state), expected_state in zip(ranks, expected.states, strict=True):
+        assert state.keys() == expected_state.keys()
+        assert [name for name in state if not torch.equal(state[name], expected_state[name])] == []
     model = one_by_one_model(folder, expected.states[0])
     with torch.no_grad():
         assert torch.equal(plain(out)(batch(0, 2)).logits, model(batch(0, 2)).logits)
@@ -104,15 +104,15 @@ def test_in_another_dtype_it_is_what_transformers_loads(architecture: str, tmp_p
     """Which keeps some tensors in fp32, here a buffer of the router."""
     folder = tiny(architecture, tmp_path)
     loader: Any = hf.AutoModelForCausalLM
-    wanted = loader.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = loader.from_pretrained(folder, dtype=torch.bfloat16)
 
     def rank(comm: Comm) -> None:
         model = sw.hf.load(folder, comm=comm, dtype=torch.bfloat16).model
-        assert equal(model.state_dict(), wanted.state_dict())
-        assert equal(dict(model.named_buffers()), dict(wanted.named_buffers()))
+        assert equal(model.state_dict(), expected.state_dict())
+        assert equal(dict(model.named_buffers()), dict(expected.named_buffers()))
 
     run_threads(3, rank)
-    assert {value.dtype for value in wanted.state_dict().values()} == {
+    assert {value.dtype for value in expected.state_dict().values()} == {
         torch.bfloat16,
         torch.float32,
     }
@@ -212,7 +212,7 @@ def test_with_an_adapter_it_is_what_peft_makes_of_the_folder(
     lora = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **options)
     base = plain(folder)
     torch.manual_seed(7)
-    wanted = peft.get_peft_model(base, copy.deepcopy(lora))
+    expected = peft.get_peft_model(base, copy.deepcopy(lora))
     torch.manual_seed(7)
 
     def rank(comm: Comm) -> tuple[dict[str, Tensor], str]:
@@ -220,5 +220,5 @@ def test_with_an_adapter_it_is_what_peft_makes_of_the_folder(
         return loaded.model.state_dict(), str(loaded)
 
     for state, text in run_threads(world, rank):
-        assert equal(state, wanted.state_dict())
-        assert text.endswith(trainable_line(*wanted.get_nb_trainable_parameters()))
+        assert equal(state, expected.state_dict())
+        assert text.endswith(trainable_line(*expected.get_nb_trainable_parameters()))

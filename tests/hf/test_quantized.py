@@ -266,10 +266,10 @@ def test_four_bit_codes_are_cut_between_blocks() -> None:
 @pytest.mark.parametrize(("form", "double"), [("fp4", True), ("nf4", False), ("int8", False)])
 def test_what_transformers_has_quantised_is_adopted_with_its_bits(form: str, double: bool) -> None:
     config = bits(form, double)
-    plain, adopted, made = by_bitsandbytes(config), by_bitsandbytes(config), ours(config)
+    plain, adopted, quantised = by_bitsandbytes(config), by_bitsandbytes(config), ours(config)
     table = adopt(adopted)
     assert table.layers == 14
-    for name, param in made.named_parameters():
+    for name, param in quantised.named_parameters():
         assert torch.equal(adopted.get_parameter(name), param), name
     adapted_twice = [adapted(plain), adapted(adopted)]  # peft knows both for what they are
     kinds = [{type(m).__name__ for m in model.modules()} for model in adapted_twice]
@@ -346,8 +346,8 @@ def test_a_rank_of_eight_holds_an_eighth_of_llama_3_8b_in_four_bits() -> None:
     assert (codes, scales) == (3_489_660_928, 110_756_736)
     blueprint = draw(model, "full_shard", None, (0, 8))
     of_bytes = [b for b in blueprint.buckets if b.dtypes.stored is torch.uint8]
-    held = sum(spec.layout.shard_numel for spec in of_bytes)
-    assert codes + scales <= 8 * held < 1.001 * (codes + scales)
+    elements = sum(spec.layout.shard_numel for spec in of_bytes)
+    assert codes + scales <= 8 * elements < 1.001 * (codes + scales)
 
 
 # --- before the shards ------------------------------------------------------------------------

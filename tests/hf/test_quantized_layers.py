@@ -28,10 +28,13 @@ def layer(form: str, double: bool, values: torch.dtype, compute: torch.dtype, si
         bnb_4bit_compute_dtype=compute,
     )
     like = nn.Linear(*sizes).to(values)
-    made: Any = Linear4bit(like, config, torch.device("cpu"))
-    codes, absmax = made.codes(like.weight.detach().reshape(-1))
-    made.weight.data, made.scales.data = codes.view(made.weight.shape), made.packed(absmax)
-    return made
+    quantised: Any = Linear4bit(like, config, torch.device("cpu"))
+    codes, absmax = quantised.codes(like.weight.detach().reshape(-1))
+    quantised.weight.data, quantised.scales.data = (
+        codes.view(quantised.weight.shape),
+        quantised.packed(absmax),
+    )
+    return quantised
 
 
 def gradients(one: Any, x: Tensor, product: Any) -> list[Tensor]:

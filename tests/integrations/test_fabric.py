@@ -16,7 +16,7 @@ from tests.integrations.started import on_ranks
 
 
 class Stepped(nn.Linear):
-    """With the step of a LightningModule."""
+    """A module with the step of a LightningModule."""
 
     def training_step(self, x: Tensor) -> Tensor:
         return self.forward(x).sum()

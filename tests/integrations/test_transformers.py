@@ -129,7 +129,7 @@ def test_a_loop_over_accelerate_is_that_of_one_process_and_goes_on_from_its_stat
 # --- what it is given ------------------------------------------------------------------------
 
 
-def made(folder: Path, model: Any = None, **changed: Any) -> Any:
+def trainer_of(folder: Path, model: Any = None, **changed: Any) -> Any:
     args = jobs.arguments(folder, **changed)
     return Trainer(model=model or jobs.llama(), args=args, train_dataset=jobs.rows())
 
@@ -137,9 +137,9 @@ def made(folder: Path, model: Any = None, **changed: Any) -> Any:
 def test_words_of_fsdp_and_8_bit_optimizers_are_arguments_of_shard(tmp_path: Path) -> None:
     settings = {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
     options = {"fsdp": "shard_grad_op auto_wrap", "fsdp_config": settings, "optim": "adamw_8bit"}
-    given = arguments_of(jobs.arguments(tmp_path, **options))
-    assert str(given.pop("wrap")) == "by_class(LlamaDecoderLayer)"
-    assert given == {"strategy": "shard_grad_op", "blocksize": 256}
+    arguments = arguments_of(jobs.arguments(tmp_path, **options))
+    assert str(arguments.pop("wrap")) == "by_class(LlamaDecoderLayer)"
+    assert arguments == {"strategy": "shard_grad_op", "blocksize": 256}
     assert arguments_of(jobs.arguments(tmp_path)) == {}
 
 
@@ -156,8 +156,8 @@ class PlacesOfHead:
 
 def losses(trainer: Any) -> list[float]:
     trainer.train()
-    kept = [trainer.evaluate()["eval_loss"]]
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line] + kept
+    evaluated = [trainer.evaluate()["eval_loss"]]
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line] + evaluated
 
 
 @pytest.mark.parametrize("options", [{}, {"average_tokens_across_devices": False}])
@@ -166,7 +166,7 @@ def test_the_head_makes_a_loss_in_place_of_logits_and_the_numbers_are_the_same(
 ) -> None:
     """Where logits are asked for, they are all there: in evaluations, and of ``return_outputs``."""
     options |= {"max_steps": 2, "save_strategy": "no", "prediction_loss_only": True}
-    labelled, whole = (made(tmp_path, jobs.llama(), **options) for _ in range(2))
+    labelled, whole = (trainer_of(tmp_path, jobs.llama(), **options) for _ in range(2))
     whole.only_labelled = False
     labelled.eval_dataset = whole.eval_dataset = jobs.rows(10)
     places = [PlacesOfHead(one.model) for one in (labelled, whole)]
@@ -222,7 +222,7 @@ def test_what_accelerate_launch_was_told_is_followed(
     }
     for name, value in (variables | {"FSDP_STATE_DICT_TYP": "x"}).items():
         alone.setenv(name, value)
-    trainer = made(tmp_path)
+    trainer = trainer_of(tmp_path)
     assert trainer.accelerator.sharding == {"strategy": "shard_grad_op"}
     assert "FSDP_STATE_DICT_TYP: x has no effect: there is no such key" in caplog.text
     assert not trainer.is_fsdp_enabled
@@ -231,31 +231,31 @@ def test_what_accelerate_launch_was_told_is_followed(
 def test_a_model_of_another_accelerator_is_refused(tmp_path: Path, alone: Any) -> None:
     model = TheirAccelerator(cpu=True).prepare_model(jobs.llama())
     with pytest.raises(sw.ConfigError, match=r"prepared by another Accelerator, .* twice\. Leave"):
-        made(tmp_path, model).train()
+        trainer_of(tmp_path, model).train()
 
 
 def test_evaluation_in_another_dtype_is_refused_before_training(tmp_path: Path, alone: Any) -> None:
     with pytest.raises(sw.ConfigError, match=r"bf16_full_eval .* with bf16=True it is evaluated"):
-        made(tmp_path, bf16_full_eval=True)
+        trainer_of(tmp_path, bf16_full_eval=True)
 
 
 def test_outputs_of_other_lengths_are_gathered_as_objects(tmp_path: Path, alone: Any) -> None:
-    gather: Any = made(tmp_path, eval_use_gather_object=True).gather_function
+    gather: Any = trainer_of(tmp_path, eval_use_gather_object=True).gather_function
     assert gather.keywords == {"use_gather_object": True}
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_its_name(tmp_path: Path, alone: Any) -> None:
-    made(tmp_path, max_steps=2).train()
+    trainer_of(tmp_path, max_steps=2).train()
     deeper = jobs.llama(attention_bias=True)
     with pytest.raises(sw.CheckpointError, match=r"optimizer\.pt is no state of .* 21 parameters"):
-        made(tmp_path, deeper).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        trainer_of(tmp_path, deeper).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_device_map_is_refused_with_the_reason(tmp_path: Path, alone: Any) -> None:
     model: Any = jobs.llama()
     model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
     with pytest.raises(sw.ConfigError, match=r"1 of 2 parts .* lm_head.* Leave device_map out"):
-        made(tmp_path, model).train()
+        trainer_of(tmp_path, model).train()
 
 
 def test_flags_of_model_parallelism_are_ignored_with_the_reason(
@@ -263,14 +263,14 @@ def test_flags_of_model_parallelism_are_ignored_with_the_reason(
 ) -> None:
     model: Any = jobs.llama()
     model.is_parallelizable = model.model_parallel = True
-    made(tmp_path, model, max_steps=1, save_strategy="no").train()
+    trainer_of(tmp_path, model, max_steps=1, save_strategy="no").train()
     assert "is_parallelizable and model_parallel of LlamaForCausalLM are ignored" in caplog.text
 
 
 def test_a_model_that_is_sharded_already_is_trained_as_it_is(tmp_path: Path, alone: Any) -> None:
     model = jobs.llama()
     sharded = sw.shard(model, "zero1")
-    trainer = made(tmp_path, model, max_steps=1, save_strategy="no")
+    trainer = trainer_of(tmp_path, model, max_steps=1, save_strategy="no")
     trainer.train()
     assert handle(trainer.model) is sharded
 
@@ -280,7 +280,7 @@ def test_weights_are_written_by_those_who_hold_them_and_nothing_is_gathered(
     tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     monkeypatch.delattr(sw.Sharded, "state_dict")
-    trainer = made(tmp_path, jobs.llama(tie_word_embeddings=tied), max_steps=1)
+    trainer = trainer_of(tmp_path, jobs.llama(tie_word_embeddings=tied), max_steps=1)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
@@ -302,8 +302,8 @@ def test_weights_that_transformers_converts_are_written_by_it(alone: Any) -> Non
 def test_without_its_optimizer_a_checkpoint_is_resumed_with_a_warning(
     tmp_path: Path, alone: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made(tmp_path, max_steps=2, save_only_model=True).train()
-    made(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    trainer_of(tmp_path, max_steps=2, save_only_model=True).train()
+    trainer_of(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
     assert (
         "optimizer.pt is not there on every rank: the optimizer starts from scratch" in caplog.text
     )

@@ -44,7 +44,7 @@ def with_lora() -> Any:
 
 
 def rows(count: int = 36) -> list[dict[str, Tensor]]:
-    """Of nine tokens, of which up to four are not trained on: means differ from sums."""
+    """Rows of nine tokens, of which up to four are not trained on: means differ from sums."""
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(0, 61, (9,), generator=generator) for _ in range(count)]
     labels = [one.clone() for one in ids]
@@ -113,7 +113,7 @@ def full(folder: Path) -> Result:
 
 
 def resumed(folder: Path) -> Result:
-    """With dropout, from the middle of an epoch: what two runs have drawn is the same."""
+    """With dropout, resumed in the middle of an epoch: what two runs have drawn is the same."""
     dropout: Result = {"attention_dropout": 0.2}
     whole = train(folder / "whole", llama(**dropout), max_steps=4)
     again = train(folder / "again", llama(**dropout), str(folder / "whole/checkpoint-2"))
@@ -129,7 +129,7 @@ def to_plain(folder: Path) -> Result:
 
 
 def further(folder: Path) -> Result:
-    """As ``to_plain``, on several ranks."""
+    """A run as ``to_plain``, on several ranks."""
     return train(folder, resume=str(folder.parent / "full-2/checkpoint-4"), max_steps=6)
 
 
@@ -148,7 +148,7 @@ def lora(folder: Path) -> Result:
 
 
 def bf16(folder: Path) -> Result:
-    """With transformers' own checkpointing of activations, and settings of FSDP."""
+    """A run with transformers' own checkpointing of activations, and settings of FSDP."""
     settings = {"reshard_after_forward": False, "state_dict_type": "SHARDED_STATE_DICT"}
     one = trainer(
         folder, llama(), bf16=True, gradient_checkpointing=True, fsdp=True, fsdp_config=settings
@@ -163,7 +163,7 @@ def bf16(folder: Path) -> Result:
 
 
 def evaluated(folder: Path) -> Result:
-    """Before and after training, and trained twice."""
+    """Losses before and after training, and of a model trained twice."""
     one = trainer(folder, llama(tie_word_embeddings=True), save_strategy="no", max_steps=2)
     first = one.evaluate()["eval_loss"]
     one.train()

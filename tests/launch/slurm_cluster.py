@@ -49,8 +49,10 @@ def problem() -> str:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (slurm-wlm, munge)"
-    made = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
-    return f"no mount namespace can be made here: {made.stderr.decode()}" * (made.returncode != 0)
+    result = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
+    return f"no mount namespace can be made here: {result.stderr.decode()}" * (
+        result.returncode != 0
+    )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from shardwise.launch.error_files import (
 # --- in a rank -------------------------------------------------------------------------------
 
 
-def left(error: Exception, monkeypatch: pytest.MonkeyPatch, folder: Path) -> RankFailure:
+def failure_of(error: Exception, monkeypatch: pytest.MonkeyPatch, folder: Path) -> RankFailure:
     """What the launcher finds of a rank that raised ``error``."""
     report = folder / "reason.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
@@ -31,13 +31,13 @@ def left(error: Exception, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Ran
 
 
 def test_an_error_of_ours_explains_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert left(ConfigError("32 rows"), monkeypatch, tmp_path).message == "32 rows"
+    assert failure_of(ConfigError("32 rows"), monkeypatch, tmp_path).message == "32 rows"
 
 
 def test_any_other_error_comes_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    message = left(ZeroDivisionError("oh"), monkeypatch, tmp_path).message
+    message = failure_of(ZeroDivisionError("oh"), monkeypatch, tmp_path).message
     assert message.startswith("Traceback")
     assert message.endswith("ZeroDivisionError: oh")
 
@@ -45,7 +45,9 @@ def test_any_other_error_comes_with_its_traceback(
 def test_an_error_of_the_system_is_a_sentence_and_may_be_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from_error_file = left(OSError(errno.ENOSPC, "No space left", "run/a"), monkeypatch, tmp_path)
+    from_error_file = failure_of(
+        OSError(errno.ENOSPC, "No space left", "run/a"), monkeypatch, tmp_path
+    )
     assert from_error_file.message == (
         "run/a cannot be used: No space left; the disk is full: free space there, or choose "
         "another place."
@@ -84,7 +86,7 @@ def test_what_would_be_the_same_again_is_final(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    from_error_file = left(error, monkeypatch, tmp_path)
+    from_error_file = failure_of(error, monkeypatch, tmp_path)
     assert (from_error_file.is_consequence, from_error_file.is_permanent) == (
         is_consequence,
         is_permanent,
@@ -92,7 +94,7 @@ def test_what_would_be_the_same_again_is_final(
 
 
 def test_the_first_reason_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    left(ConfigError("the cause"), monkeypatch, tmp_path)
+    failure_of(ConfigError("the cause"), monkeypatch, tmp_path)
     assert write_error_file(ConfigError("a consequence"))
     assert "the cause" in (tmp_path / "reason.json").read_text()
 
@@ -127,6 +129,6 @@ def test_the_cause_is_told_from_what_followed() -> None:
     stopped = RankFailure(4, 7, -signal.SIGTERM, 0.0)
     store = RankFailure.of_store(8, -signal.SIGKILL)
     everybody = [stopped, is_consequence, later, own, killed, store]
-    for wanted in (store, killed, own, later, is_consequence, stopped):
-        assert root_cause(everybody) == wanted
-        everybody.remove(wanted)
+    for cause in (store, killed, own, later, is_consequence, stopped):
+        assert root_cause(everybody) == cause
+        everybody.remove(cause)

@@ -227,8 +227,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def both_heard(folder: Path, *numbers: int) -> bool:
-    wanted = " ".join(str(int(number)) for number in numbers)
-    return [(folder / rank).read_text() for rank in ("0", "1")] == [wanted, wanted]
+    expected = " ".join(str(int(number)) for number in numbers)
+    return [(folder / rank).read_text() for rank in ("0", "1")] == [expected, expected]
 
 
 @both_kinds
@@ -316,7 +316,7 @@ def test_suspended_and_continued_the_ranks_are_so_too(tmp_path: Path, launcher_c
 
 
 def state(pid: int) -> str:
-    """As the kernel has it: T is suspended, Z only waits to be reaped by its parent."""
+    """The state that the kernel shows: T is suspended, Z only waits to be reaped by its parent."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

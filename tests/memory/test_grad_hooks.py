@@ -25,14 +25,14 @@ from tests.steps import STRATEGIES, assert_gradients, averaged, play, train
 Seen = dict[str, Tensor]
 
 
-def note(seen: Seen, name: str, param: Tensor) -> None:
+def note(gradients: Seen, name: str, param: Tensor) -> None:
     assert param.grad is not None
-    seen[name] = param.grad.clone()
+    gradients[name] = param.grad.clone()
 
 
-def noted(model: nn.Module, seen: Seen) -> None:
+def noted(model: nn.Module, gradients: Seen) -> None:
     for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(partial(note, seen, name))
+        param.register_post_accumulate_grad_hook(partial(note, gradients, name))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -44,20 +44,20 @@ def test_a_hook_after_a_gradient_sees_the_mean_that_the_shard_has(strategy: str,
     mean = averaged(models[0], train, batches)
 
     def rank(comm: Comm) -> None:
-        model, seen = models[comm.rank], Seen()
-        noted(model, seen) if when == "before" else None
+        model, gradients = models[comm.rank], Seen()
+        noted(model, gradients) if when == "before" else None
         sharded = sw.shard(model, strategy, comm=comm)
-        noted(model, seen) if when == "after" else None
+        noted(model, gradients) if when == "after" else None
         with sharded.accumulate(last=False):
             train(model, batches[comm.rank])
-        assert not seen  # they are this rank's alone
+        assert not gradients  # they are this rank's alone
         sharded.drop_gradients()
         train(model, batches[comm.rank])
         for name, param in model.named_parameters():
             sharding, whole = sharding_of(param), mean[name]
             assert sharding is not None
             assert whole is not None
-            assert torch.equal(local(seen[name]), sharding.cut(whole, param.shape)), name
+            assert torch.equal(local(gradients[name]), sharding.cut(whole, param.shape)), name
         assert_gradients(model, mean)
 
     run_threads(2, rank)

@@ -148,12 +148,12 @@ def test_the_mean_of_copies_takes_the_place_of_the_gradient_bucket(world: int) -
         sharded = sw.shard(models[comm.rank], "no_shard", comm=comm)
         fulls = Collected(sharded).fulls
         train(sharded.model, batches[comm.rank])
-        kept = [grad for p in sharded.model.parameters() if (grad := p.grad) is not None]
-        assert {storage(grad) for grad in kept} == fulls.keys()
+        gradients = [grad for p in sharded.model.parameters() if (grad := p.grad) is not None]
+        assert {storage(grad) for grad in gradients} == fulls.keys()
         sharded.model.zero_grad()
         train(sharded.model, decoder_batch(comm.rank + world, 2))
         sharded.model.zero_grad()
-        for param, grad in zip(sharded.model.parameters(), kept, strict=True):
+        for param, grad in zip(sharded.model.parameters(), gradients, strict=True):
             param.grad = grad
         assert_gradients(sharded.model, truth)
 
@@ -456,7 +456,7 @@ def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:
     sharded.drop_gradients()
     assert all(param.grad is None for param in model.parameters())
     train(model, decoder_batch(0, 2))
-    kept = {
+    gradients = {
         name: None if p.grad is None else local(p.grad).clone()
         for name, p in model.named_parameters()
     }
@@ -464,7 +464,7 @@ def test_dropped_gradients_are_forgotten_and_those_of_shards_stay() -> None:
         train(model, decoder_batch(1, 2))
     sharded.drop_gradients()
     assert_at_rest(sharded)
-    assert_gradients(model, kept)
+    assert_gradients(model, gradients)
 
 
 def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> None:
@@ -480,12 +480,12 @@ def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> 
 
     def rank(comm: Comm) -> list[float]:
         sharded = sw.shard(View(), "zero1", comm=comm)
-        given = torch.ones(6)
+        ones = torch.ones(6)
         with sharded.accumulate(last=False):
-            sharded.model().backward(given)
-        given.fill_(10.0)
+            sharded.model().backward(ones)
+        ones.fill_(10.0)
         with sharded.accumulate(last=True):
-            sharded.model().backward(given)
+            sharded.model().backward(ones)
         weight = sharded.model.get_parameter("weight")
         assert weight.grad is not None
         return list(local(weight.grad).flatten().tolist())
@@ -499,7 +499,7 @@ def test_a_gradient_of_one_micro_batch_is_not_the_users_memory_in_the_next() -> 
 
 
 def linears(*inputs: int) -> tuple[sw.Sharded, Gradients]:
-    """Without biases, of one output each, in one bucket of one rank."""
+    """Linear layers without biases, of one output each, in one bucket of one rank."""
     model = nn.Sequential(*(nn.Linear(count, 1, bias=False) for count in inputs))
     sharded = sw.shard(model, wrap=sw.wrap.whole(), comm=LocalComm())
     [bucket] = sharded.buckets

@@ -98,8 +98,8 @@ def test_at_rest_a_parameter_is_the_shard_and_gathered_a_view_of_the_full_bucket
         for param in model.parameters():
             assert type(param) is ShardedParameter
             assert storage(param) == storage(homes[param].shard)
-        held = sum(param.shape.numel() for param in model.parameters())
-        assert held < 0.6 * sum(value.numel() for value in plain.values())
+        numel = sum(param.shape.numel() for param in model.parameters())
+        assert numel < 0.6 * sum(value.numel() for value in plain.values())
         return len(looks)
 
     assert run_threads(2, rank) == [1 + 3 * 13] * 2

@@ -19,7 +19,7 @@ from tests.ranks import run_threads
 
 
 class Engine:
-    """Writes down what shards ask of it."""
+    """Records the calls that shards make."""
 
     def __init__(self) -> None:
         self.computing, self.calls = False, list[str]()

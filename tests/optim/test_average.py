@@ -121,7 +121,7 @@ def test_an_average_of_bfloat16_goes_on(tmp_path: Path, flat: bool, by_state_dic
         net = model().bfloat16()
         sharded = sw.shard(net, comm=comm)
 
-        def made() -> torch.optim.Optimizer:
+        def new_optimizer() -> torch.optim.Optimizer:
             return sw.optim.AdamW(sharded) if flat else torch.optim.AdamW(net.parameters())
 
         def step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -131,7 +131,7 @@ def test_an_average_of_bfloat16_goes_on(tmp_path: Path, flat: bool, by_state_dic
             sw.optim.EMA(optimizer, 0.999).update()
             return [optimizer.state[param]["ema"] for param in net.parameters()]
 
-        first, second = made(), made()
+        first, second = new_optimizer(), new_optimizer()
         step(first)
         sharded.save(tmp_path / "step-1", first)
         expected = step(first)

@@ -41,7 +41,9 @@ def batch(step: int, rank: int) -> nets.Batch:
     return nets.next_tokens(100 * step + rank, 2, 9, 101)
 
 
-def made(model: nn.Module, kind: str = "AdamW8bit", lr: float = 0.01) -> torch.optim.Optimizer:
+def optimizer_of(
+    model: nn.Module, kind: str = "AdamW8bit", lr: float = 0.01
+) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = getattr(optim, kind)(
         model.parameters(), lr=lr, eps=1e-4, min_8bit_size=LEAST
     )
@@ -60,7 +62,7 @@ def one_process(
 ) -> tuple[list[dict[str, Tensor]], dict[str, dict[str, Any]]]:
     """The states of a plain model after each step on the ranks' batches, and its optimizer's."""
     model, states = seeded(net), []
-    optimizer = made(model)
+    optimizer = optimizer_of(model)
     for number in range(steps):
         gradients = averaged(model, train, [batch(number, rank) for rank in ranks])
         for name, param in model.named_parameters():
@@ -101,7 +103,7 @@ def test_ranks_equal_one_process_bit_for_bit(
 
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, strategy, comm=comm, blocksize=256, **mesh)
-        optimizer = made(model, kind)
+        optimizer = optimizer_of(model, kind)
         for number, after in enumerate(expected):
             step(model, optimizer, batch(number, 0 if grid else comm.rank))
             assert equal(model.state_dict(), after)
@@ -113,7 +115,7 @@ def test_ranks_equal_one_process_bit_for_bit(
 def test_a_shard_is_quantised_if_the_whole_parameter_would_be() -> None:
     def rank(comm: Comm, model: nn.Module) -> tuple[int, torch.dtype, torch.dtype]:
         sw.shard(model, comm=comm, blocksize=256)
-        optimizer = made(model)
+        optimizer = optimizer_of(model)
         step(model, optimizer, batch(0, 0))
         embed, query = model.get_parameter("embed.weight"), "blocks.0.attention.query.weight"
         states = optimizer.state[embed], optimizer.state[model.get_parameter(query)]
@@ -127,7 +129,7 @@ def test_a_shard_is_quantised_if_the_whole_parameter_would_be() -> None:
 def test_shards_that_cut_blocks_are_refused_with_the_way_out() -> None:
     def rank(comm: Comm, model: nn.Module) -> str:
         sw.shard(model, comm=comm)
-        optimizer = made(model)
+        optimizer = optimizer_of(model)
         train(model, batch(0, comm.rank))
         return error_text(sw.OptimizerError, optimizer.step)
 
@@ -148,14 +150,14 @@ def with_adapters() -> nn.Module:
 
 def test_adapters_are_trained_on_a_frozen_base_that_is_cut_inside_blocks() -> None:
     plain = seeded(with_adapters)
-    optimizer = made(plain)
+    optimizer = optimizer_of(plain)
     for number in range(2):
         step(plain, optimizer, batch(number, 0))
     expected = clones(plain.state_dict())
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm, blocksize=256)
-        optimizer = made(model)
+        optimizer = optimizer_of(model)
         for number in range(2):
             step(model, optimizer, batch(number, 0))
         assert equal(model.state_dict(), expected)
@@ -186,7 +188,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
 
     def rank(comm: Comm, model: nn.Module, first: int) -> None:
         sharded = sw.shard(model, comm=comm, blocksize=256)
-        optimizer = made(model, lr=0.5 if first else 0.01)
+        optimizer = optimizer_of(model, lr=0.5 if first else 0.01)
         if first:
             sharded.load(tmp_path / str(first), optimizer)
         for number in range(first, first + 2):
@@ -201,11 +203,13 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
 
     def cut_elsewhere(comm: Comm, model: nn.Module) -> str:
         sharded = sw.shard(model, comm=comm)
-        return error_text(sw.OptimizerError, lambda: sharded.load(tmp_path / "2", made(model)))
+        return error_text(
+            sw.OptimizerError, lambda: sharded.load(tmp_path / "2", optimizer_of(model))
+        )
 
     def frozen(comm: Comm, model: nn.Module) -> str:
         """Whose optimizer has no state yet: the loaded state would be cut, with wrong scales."""
-        sharded, optimizer = sw.shard(model, comm=comm), made(model.requires_grad_(False))
+        sharded, optimizer = sw.shard(model, comm=comm), optimizer_of(model.requires_grad_(False))
         return error_text(sw.CheckpointError, lambda: sharded.load(tmp_path / "2", optimizer))
 
     for rank_fn in (cut_elsewhere, frozen):
@@ -217,7 +221,7 @@ def test_its_whole_state_by_name_is_that_of_one_process_and_can_be_loaded() -> N
 
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm, blocksize=256)
-        optimizer, other = made(model), made(model)
+        optimizer, other = optimizer_of(model), optimizer_of(model)
         for number in range(2):
             step(model, optimizer, batch(number, 0))
         states = sharded.optimizer_state_dict(optimizer)
@@ -235,7 +239,7 @@ def test_an_optimizer_that_has_stepped_is_cut_with_the_model_and_made_whole_agai
     expected, whole = one_process((0,), steps=6)
 
     def rank(comm: Comm, model: nn.Module) -> None:
-        optimizer = made(model)
+        optimizer = optimizer_of(model)
 
         def steps(first: int, last: int) -> None:
             for number in range(first, last):

@@ -235,11 +235,11 @@ def test_a_step_on_many_parameters_is_one_call_of_few_tensors(
 
 def test_a_step_that_changed_nothing_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
     decided = list[int]()
-    kept = sw.optim.AdamW._keys
+    keys = sw.optim.AdamW._keys
 
     def spy(self: Any, *args: Any) -> Any:
         decided.append(1)
-        return kept(self, *args)
+        return keys(self, *args)
 
     monkeypatch.setattr(sw.optim.AdamW, "_keys", spy)
     model = nets.decoder()
@@ -385,8 +385,8 @@ def test_optimizers_that_share_a_model_hold_state_for_their_own_parameters_only(
         adamw = sw.optim.AdamW(sharded, [{"params": r".*attention.*"}], **ADAMW)
         flat = sw.optim.AdamW(sharded, [{"params": r".*mlp.*"}], **OTHER)
         mine = [*adamw.param_groups[0]["params"], *flat.param_groups[0]["params"]]
-        left = [p for p in model.parameters() if all(p is not q for q in mine)]
-        optimizers: list[Optimizer] = [adamw, flat, torch.optim.SGD(left, lr=0.1)]
+        unclaimed = [p for p in model.parameters() if all(p is not q for q in mine)]
+        optimizers: list[Optimizer] = [adamw, flat, torch.optim.SGD(unclaimed, lr=0.1)]
         named = dict(other.named_parameters())
         expected: list[Optimizer] = [
             torch.optim.AdamW([p for n, p in named.items() if "attention" in n], **ADAMW),
@@ -396,14 +396,14 @@ def test_optimizers_that_share_a_model_hold_state_for_their_own_parameters_only(
             ),
         ]
         for step in range(3):
-            for net, some in ((model, optimizers), (other, expected)):
+            for net, stepped in ((model, optimizers), (other, expected)):
                 train(net, DECODER.batch(comm.rank + 10 * step, 2))
-                for optimizer in some:
+                for optimizer in stepped:
                     optimizer.step()
                 net.zero_grad()
         assert_alike(clones(model.state_dict()), clones(other.state_dict()))
-        held = {s["exp_avg"].untyped_storage() for s in adamw.state.values()}
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in held}
+        storages = {s["exp_avg"].untyped_storage() for s in adamw.state.values()}
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         assert sum(sizes.values()) == sum(p.nbytes for p in adamw.param_groups[0]["params"])
 
     on_ranks(2, DECODER.build, rank)
@@ -527,8 +527,8 @@ def test_hooks_run_and_the_engine_checks_the_step() -> None:
 def test_it_wants_the_handle_of_a_sharded_model() -> None:
     model = nets.decoder()
     sw.shard(model)
-    for given, what in ((model, "Decoder"), (model.parameters(), "generator"), ([], "list")):
-        text = error_text(sw.ConfigError, lambda: sw.optim.AdamW(given))  # type: ignore[arg-type] # noqa: B023
+    for argument, what in ((model, "Decoder"), (model.parameters(), "generator"), ([], "list")):
+        text = error_text(sw.ConfigError, lambda: sw.optim.AdamW(argument))  # type: ignore[arg-type] # noqa: B023
         assert text == (
             f"sw.optim.AdamW was given a {what}, and it needs the flat shards of a sharded model. "
             "Pass the handle that sw.shard() returned: sw.optim.AdamW(sharded)."

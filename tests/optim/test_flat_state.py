@@ -22,7 +22,7 @@ from tests.steps import STRATEGIES, train
 
 
 def some_of(sharded: sw.Sharded, every: int = 2) -> list[FlatState]:
-    """Of each bucket, every other parameter."""
+    """The flat state of every other parameter of each bucket."""
     params = list(sharded.model.parameters())[::every]
     return [h for b in sharded.buckets if (h := FlatState(b, {id(p): 0 for p in params})).params]
 
@@ -96,8 +96,8 @@ def test_state_that_is_there_is_taken() -> None:
                 assert sharding is not None
                 whole = torch.randn(sharding.shape)
                 expected[param] = sharding.cut(whole, param.shape)
-                given = expected[param].clone()
-                state[param] = {STEP: torch.tensor(float(number)), "moment": given, "note": "x"}
+                moment = expected[param].clone()
+                state[param] = {STEP: torch.tensor(float(number)), "moment": moment, "note": "x"}
             held.take(state)
             assert not held.is_recounted
             assert held.steps.tolist() == list(range(len(held.params)))
@@ -123,10 +123,10 @@ def test_a_count_that_somebody_else_changes_is_noticed() -> None:
     held, state = some_of(sw.shard(nets.decoder()))[0], new_state()
     held.add_missing(state, 0, (STEP,))
     held.count(torch.ones(()))
-    seen = [held.is_recounted]
+    recounted = [held.is_recounted]
     state[held.params[0]][STEP].fill_(7)
-    seen.append(held.is_recounted)
-    assert seen == [False, True]
+    recounted.append(held.is_recounted)
+    assert recounted == [False, True]
     assert held.steps[0] == 7
 
 
@@ -168,7 +168,7 @@ def held_by(sharded: sw.Sharded) -> list[FlatState]:
     return [FlatState(bucket, every) for bucket in sharded.buckets if bucket.trainable]
 
 
-def seen(held: FlatState) -> FlatGradient:
+def flat_gradient_of(held: FlatState) -> FlatGradient:
     gradients = [None if (grad := param.grad) is None else local(grad) for param in held.params]
     return held.flat_gradient(gradients)
 
@@ -191,7 +191,7 @@ def test_after_a_backward_pass_nothing_is_copied(net: Net, world: int) -> None:
         for _ in range(2):
             train(model, net.batch(comm.rank, 2))
             for held in held_by(sharded):
-                flat_gradient = seen(held)
+                flat_gradient = flat_gradient_of(held)
                 assert_right(held, flat_gradient)
                 if any(held.params[at].grad is not None for at in held.solid):
                     assert flat_gradient.copied == ()
@@ -263,7 +263,7 @@ def test_gradients_that_are_not_views_of_one_buffer_are_copied(
         sharded = sw.shard(model, strategy, comm=comm)
         train(model, DECODER.batch(comm.rank, 2))
         replace(model)
-        flat_gradients = {held: seen(held) for held in held_by(sharded)}
+        flat_gradients = {held: flat_gradient_of(held) for held in held_by(sharded)}
         for held, flat in flat_gradients.items():
             assert_right(held, flat)
         return sum(bool(flat.copied) for flat in flat_gradients.values())
@@ -280,7 +280,7 @@ def test_what_becomes_of_a_copy_can_be_given_back() -> None:
     cloned(model)
     for held in held_by(sharded):
         before = [param.grad.clone() for param in held.params if param.grad is not None]
-        flat_gradient = seen(held)
+        flat_gradient = flat_gradient_of(held)
         flat_gradient.flat.mul_(0.5)
         flat_gradient.copy_back()
         after = [param.grad for param in held.params if param.grad is not None]

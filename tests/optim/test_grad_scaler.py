@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[sw.Sharded], torch.optim.Optimizer]] = {
 
 
 def steps(sharded: sw.Sharded, kind: str, overflow: tuple[int, int]) -> list[tuple[float, bool]]:
-    """Of three steps, the scale after it and whether parameters changed.
+    """Of each of three steps, the scale after it and whether parameters changed.
 
     In step ``overflow[0]`` an element of rank ``overflow[1]``'s gradients is not finite.
     """

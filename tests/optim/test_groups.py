@@ -38,8 +38,8 @@ def test_groups_are_as_torchs() -> None:
             optimizer = sw.optim.AdamW(sharded, groups, lr=0.1, eps=0.5)
             assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
             assert [group["eps"] for group in optimizer.param_groups] == [0.5, 0.5]
-            held = [param for group in optimizer.param_groups for param in group["params"]]
-            assert all(a is b for a, b in zip(held, params, strict=True))
+            grouped = [param for group in optimizer.param_groups for param in group["params"]]
+            assert all(a is b for a, b in zip(grouped, params, strict=True))
         assert names(sw.optim.AdamW(sharded, params[:2])) == [
             ["embed.weight", "blocks.0.norm1.weight"]
         ]

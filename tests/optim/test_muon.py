@@ -31,7 +31,7 @@ HYBRIDS = [
 
 
 def is_muons(name: str, param: Tensor) -> bool:
-    """By names, where the rules look at modules."""
+    """Decide by names, where the rules look at modules."""
     return param.ndim == 2 and name not in ("embed.weight", "lm_head.weight")
 
 

@@ -104,8 +104,8 @@ def test_state_from_before_shard_is_cut_with_the_parameters(kind: type[Optimizer
         steps(model, optimizer, range(2, 4))
         assert equal(model.state_dict(), expected)
         for param in model.parameters():
-            held = {value.shape for value in optimizer.state[param].values() if value is not None}
-            assert held <= {param.shape, torch.Size(())}
+            shapes = {value.shape for value in optimizer.state[param].values() if value is not None}
+            assert shapes <= {param.shape, torch.Size(())}
         # And back: the plain model goes on with whole state.
         sharded.unshard()
         comm.agree({})  # ranks that are threads share torch's list of hooks
@@ -439,7 +439,7 @@ def test_an_optimizers_own_state_dict_is_whole_on_every_rank(strategy: str, make
     """
     flat, adamw = make == "sw.optim.AdamW", partial(sw.optim.AdamW, eps=1e-4)
 
-    def made(model: nn.Module, handle: sw.Sharded) -> Optimizer:
+    def optimizer_of(model: nn.Module, handle: sw.Sharded) -> Optimizer:
         return adamw(handle) if flat else torch.optim.AdamW(model.parameters(), eps=1e-4)
 
     def steps(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -449,7 +449,7 @@ def test_an_optimizers_own_state_dict_is_whole_on_every_rank(strategy: str, make
         return clones(model.state_dict())
 
     def first(comm: Comm, model: nn.Module) -> tuple[Any, ...]:
-        optimizer = made(model, sw.shard(model, strategy, comm=comm))
+        optimizer = optimizer_of(model, sw.shard(model, strategy, comm=comm))
         before = steps(model, optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
         shapes = [saved["state"][k]["exp_avg"].shape for k in range(len(saved["state"]))]
@@ -468,7 +468,7 @@ def test_an_optimizers_own_state_dict_is_whole_on_every_rank(strategy: str, make
             optimizer.load_state_dict(copy.deepcopy(saved))
         handle = sw.shard(model, strategy, comm=comm)
         if not early:
-            optimizer = made(model, handle)
+            optimizer = optimizer_of(model, handle)
             optimizer.load_state_dict(copy.deepcopy(saved))
             assert equal(flattened(optimizer.state_dict()), flattened(saved))  # before a step
         assert_near(steps(model, optimizer), after, 2e-5)
@@ -650,9 +650,9 @@ def test_groups_that_differ_by_rank_are_refused(strategy: str) -> None:
 
     def rank(comm: Comm, model: nn.Module) -> str:
         sw.shard(model, strategy, comm=comm)
-        held = [param for param in model.parameters() if param.shape.numel()]
-        rest = [param for param in model.parameters() if not param.shape.numel()]
-        groups: list[dict[str, Any]] = [{"params": held}, {"params": rest, "lr": 0.01}]
+        own = [param for param in model.parameters() if param.shape.numel()]
+        empty = [param for param in model.parameters() if not param.shape.numel()]
+        groups: list[dict[str, Any]] = [{"params": own}, {"params": empty, "lr": 0.01}]
         optimizer = torch.optim.SGD(groups, lr=0.1)
         train(model, ODD.batch(0, 2))
         return error_text(sw.RanksDisagree, optimizer.step)
@@ -774,7 +774,7 @@ def test_a_wrapper_without_torchs_hooks_steps_where_every_rank_has_all() -> None
 
 
 class Lookahead(Wrapper):
-    """With slow weights, which it stores by itself."""
+    """A wrapper with slow weights, which it stores by itself."""
 
     elementwise = True
 

@@ -51,8 +51,8 @@ class Worker(NamedTuple):
     def outer(
         self, sharded: sw.Sharded, optimizer: torch.optim.Optimizer, **options: Any
     ) -> DiLoCo:
-        given: dict[str, Any] = {"every": 4, "patience": 2.0, "timeout": 20.0, **options}
-        return sw.DiLoCo(sharded, optimizer, workers=self.addresses, worker=self.number, **given)
+        settings: dict[str, Any] = {"every": 4, "patience": 2.0, "timeout": 20.0, **options}
+        return sw.DiLoCo(sharded, optimizer, workers=self.addresses, worker=self.number, **settings)
 
     def steps(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, outer: DiLoCo, steps: range
@@ -224,8 +224,8 @@ def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_sta
             while not back.wait(0.01):
                 worker.steps(net, optimizer, outer, range(step, step + 1))
                 step += 1
-        rest = -outer.steps % 4 + 4
-        worker.steps(net, optimizer, outer, range(outer.steps, outer.steps + rest))
+        remaining = -outer.steps % 4 + 4
+        worker.steps(net, optimizer, outer, range(outer.steps, outer.steps + remaining))
         result = state(net), dict(outer.updates), outer.workers
         outer.close()
         return result

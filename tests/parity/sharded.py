@@ -76,10 +76,10 @@ def train(comm: Comm, model: nn.Module, recipe: Recipe, how: How) -> Sharded:
             norms.append(sharded.clip_grad_norm_(how.clip).item())
         optimizer.step()
         optimizer.zero_grad()
-    held = [p.data for p in model.parameters() if p.requires_grad]
-    held += [s for state in optimizer.state.values() for s in state.values() if s.ndim]
-    held += [g for step in gradients for g in step.values() if g is not None]
-    dtypes = {tensor.dtype for tensor in held}
+    tensors = [p.data for p in model.parameters() if p.requires_grad]
+    tensors += [s for state in optimizer.state.values() for s in state.values() if s.ndim]
+    tensors += [g for step in gradients for g in step.values() if g is not None]
+    dtypes = {tensor.dtype for tensor in tensors}
     return Sharded(losses, gradients, model.state_dict(), norms, dtypes)
 
 

@@ -123,15 +123,15 @@ def test_events_are_those_of_the_schedule_and_move_the_bytes_it_says(
 def test_host_memory_holds_what_it_is_to_hold_and_nothing_after_its_use() -> None:
     def rank(comm: Comm, model: nn.Module, offload: Any) -> None:
         sharded = sw.shard(model, comm=comm, offload=offload)
-        host, rest = host_of(sharded), shard_nbytes(sharded)
-        assert host.nbytes == rest
+        host, nbytes = host_of(sharded), shard_nbytes(sharded)
+        assert host.nbytes == nbytes
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             train(model, batches(0, comm.size)[comm.rank])
-            assert host.nbytes == 2 * rest
+            assert host.nbytes == 2 * nbytes
             optimizer.step()
             optimizer.zero_grad()
-            assert host.nbytes == rest
+            assert host.nbytes == nbytes
             assert all(b.full.untyped_storage().nbytes() == 0 for b in sharded.buckets)
         sharded.unshard()
         assert host.nbytes == 0

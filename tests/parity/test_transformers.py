@@ -140,7 +140,7 @@ Inputs = dict[str, Any]
 
 
 def words(seed: int, rows: int, length: int = 8) -> Tensor:
-    """Without the special ones, which end or mask a text."""
+    """The tokens but the special ones, which end or mask a text."""
     return tokens(seed, (rows, length), VOCABULARY - 3) + 3
 
 

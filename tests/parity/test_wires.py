@@ -64,8 +64,8 @@ def test_strategies_that_shard_round_alike_and_train_like_wide_wires(policy: str
         for s in SHARDED
     ]
     assert runs[0] == runs[1] == runs[2] != exact
-    for losses, wanted in zip(runs[0], exact, strict=True):
-        assert losses == pytest.approx(wanted, rel=0.05)
+    for losses, expected in zip(runs[0], exact, strict=True):
+        assert losses == pytest.approx(expected, rel=0.05)
         assert losses[-1] < 0.9 * losses[0]
 
 
@@ -77,8 +77,8 @@ def test_so_do_those_with_copies(strategy: str) -> None:
     exact = on_ranks(world, nets.decoder, lambda c, m: trained(c, m, strategy, sw.Precision()))
     runs = on_ranks(world, nets.decoder, lambda c, m: trained(c, m, strategy, policy))
     assert runs != exact
-    for mine, wanted in zip(runs, exact, strict=True):
-        assert mine == pytest.approx(wanted, rel=0.05)
+    for mine, expected in zip(runs, exact, strict=True):
+        assert mine == pytest.approx(expected, rel=0.05)
 
 
 def test_the_layout_and_the_schedule_show_them() -> None:

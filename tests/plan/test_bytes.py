@@ -30,7 +30,9 @@ def nbytes(values: Iterable[Any]) -> int:
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
-def kept(comm: Comm, net: Net, strategy: str, optimizer: str) -> tuple[int, int, int, int, int]:
+def bytes_kept(
+    comm: Comm, net: Net, strategy: str, optimizer: str
+) -> tuple[int, int, int, int, int]:
     torch.manual_seed(0)
     model: nn.Module = net.build()
     sharded = sw.shard(model, strategy, comm=comm)
@@ -56,7 +58,7 @@ def predicted(row: Kept) -> tuple[int, int, int, int, int]:
 @pytest.mark.parametrize("net", [SCALAR, FROZEN], ids=str)
 def test_predictions_are_what_the_tensors_sum_to(net: Net, optimizer: str) -> None:
     for index, strategy in enumerate(STRATEGIES):
-        ranks = run_threads(2, kept, net, strategy, optimizer)
+        ranks = run_threads(2, bytes_kept, net, strategy, optimizer)
         for rank, measured in enumerate(ranks):
             assert measured == predicted(table_of(net.build(), (rank, 2), optimizer)[index])
 
@@ -102,9 +104,9 @@ def test_what_is_in_host_memory_is_counted_apart(strategy: str, offload: Any) ->
     model(torch.ones(2, 64)).sum().backward()
     host, staged = sharded.buckets[0].host, [b for b in sharded.buckets if b.spec.staged]
     assert sgd.in_host == host.nbytes > plain.in_host == 0
-    kept = {b._sent.joined.untyped_storage() for b in staged}
+    storages = {b._sent.joined.untyped_storage() for b in staged}
     own = sum(b.shard.nbytes for b in staged if not b.spec.in_host and b.spec.splits_copies)
-    assert adamw.joined == sum(storage.nbytes() for storage in kept) - own
+    assert adamw.joined == sum(storage.nbytes() for storage in storages) - own
     stepped = torch.optim.AdamW(model.parameters())
     stepped.step()
     state = nbytes(value for values in stepped.state.values() for value in values.values())

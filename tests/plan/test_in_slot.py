@@ -170,16 +170,16 @@ def test_a_hook_keeps_the_gradient_that_it_was_given() -> None:
     """Also one on a node, which is found out when the gradient comes back as a copy."""
 
     def rank(comm: Comm) -> None:
-        model, kept = Net(), list[Tensor]()
+        model, gradients = Net(), list[Tensor]()
         node: Any = get_gradient_edge(model.first.weight).node
         sw.shard(model, comm=comm)
-        model.second.weight.register_hook(lambda grad: kept.append(grad[1:]))
-        node.register_prehook(kept.extend)
+        model.second.weight.register_hook(lambda grad: gradients.append(grad[1:]))
+        node.register_prehook(gradients.extend)
         backward(model, rows(comm.rank))
-        before = [one.clone() for one in kept]
+        before = [one.clone() for one in gradients]
         backward(model, rows(5))
         assert len(before) == 2
-        assert all(map(torch.equal, kept, before))
+        assert all(map(torch.equal, gradients, before))
 
     run_threads(2, rank)
 

@@ -156,7 +156,7 @@ class Real(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: list[str] = []
+        self.operations: list[str] = []
 
     def __torch_dispatch__(
         self,
@@ -167,7 +167,7 @@ class Real(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and not result.is_meta and result.numel():
-            self.made.append(func.name())
+            self.operations.append(func.name())
         return result
 
 
@@ -180,7 +180,7 @@ def test_a_rehearsal_allocates_nothing_sends_nothing_and_changes_nothing(strateg
     before = {name: (id(p), p._version, p.shape) for name, p in model.named_parameters()}
     with Real() as real:
         sharded.rehearse(ids)
-    assert real.made == []
+    assert real.operations == []
     assert sharded.comm.counters.calls == {}
     assert {name: (id(p), p._version, p.shape) for name, p in model.named_parameters()} == before
     assert all(param.grad is None for param in model.parameters())

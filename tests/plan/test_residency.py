@@ -122,10 +122,10 @@ def resident(
     """The units that stay."""
     options = {"unsharded": unsharded, "precision": precision}
     blueprint = draw(model or layers(), wrap=sw.wrap.by_class(nn.Linear), **options)
-    kept = {spec.unit for spec in blueprint.buckets if spec.kept}
+    frozen = {spec.unit for spec in blueprint.buckets if spec.kept}
     stay = {spec.unit for spec in blueprint.buckets if not spec.placement.frees}
     assert not any(spec.kept and spec.trainable for spec in blueprint.buckets)
-    return kept | stay
+    return frozen | stay
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_a_model_that_stays_whole_by_default_is_one_unit(monkeypatch: pytest.Mon
         assert (units(), units(strategy="shard_grad_op")) == (number, number)
         assert (units(offload="everything"), units(unsharded=0), units(**alone)) == (number, 8, 8)
         for dtype in (None, torch.float64):
-            kept = draw(model, precision=sw.Precision(param_dtype=dtype)).buckets
-            assert {spec.placement.frees for spec in kept} <= {number == 8, False}
-            assert number == 8 or not any(spec.placement.frees for spec in kept)
+            buckets = draw(model, precision=sw.Precision(param_dtype=dtype)).buckets
+            assert {spec.placement.frees for spec in buckets} <= {number == 8, False}
+            assert number == 8 or not any(spec.placement.frees for spec in buckets)
 
 
 def test_ranks_that_share_memory_free_each_of_its_units(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,8 +236,8 @@ def test_a_frozen_bucket_that_is_kept_is_never_loaded_again() -> None:
     [spec, *_] = specs(mostly_frozen(), 0, 2, FULL, NOT_KEPT)
     assert not spec.trainable
     assert spec.allocation.reloaded
-    kept = replace(spec, kept=True).allocation
-    assert kept == Allocation(
+    allocation = replace(spec, kept=True).allocation
+    assert allocation == Allocation(
         False, lasting=True, aliased=False, whole=False, stays_whole=False, reloaded=False
     )
 
@@ -291,19 +291,19 @@ def test_bytes_of_a_grid_of_three_rows_of_two_ranks(placement: Placement) -> Non
         buckets = specs_of(unit, options, grid, placement, ALIGNMENT)
         trained = [spec for spec in buckets if spec.trainable]
         every = sum(spec.layout.numel for spec in buckets)
-        some = sum(spec.layout.numel for spec in trained)
+        trained_numel = sum(spec.layout.numel for spec in trained)
         rest = {
             spec: spec.layout.numel // (6 if joins and spec.trainable else 2) for spec in buckets
         }
         assert all(spec.splits_copies is (joins and spec.trainable) for spec in buckets)
         assert bytes_of(buckets, trained) == UnitBytes(
             gathered=2 * every,
-            gradients=2 * some,
-            spread=0 if joins else 4 * some,
-            joined=2 * some if joins else 0,
+            gradients=2 * trained_numel,
+            spread=0 if joins else 4 * trained_numel,
+            joined=2 * trained_numel if joins else 0,
             gather_sent=2 * every // 2,
-            update_sent=2 * some // 2 * 2 // 3 if joins else 0,
-            reduce_sent=2 * some // 2,
+            update_sent=2 * trained_numel // 2 * 2 // 3 if joins else 0,
+            reduce_sent=2 * trained_numel // 2,
             average_sent=sum(
                 (2 if joins else 6) * spec.layout.numel // 2 * 2 // 3 for spec in trained
             ),

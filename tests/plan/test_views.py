@@ -45,6 +45,6 @@ def test_places_and_gaps_cover_the_buffer_once(
     random.shuffle(places)  # type: ignore[attr-defined]
     flat = torch.arange(float(at + 2))
     cuts = Views(places, at + 2)
-    seen = [v for view in cuts(flat) for v in view.tolist()]
-    seen += [float(i) for start, stop in cuts.gaps for i in range(start, stop)]
-    assert sorted(seen) == flat.tolist()
+    values = [v for view in cuts(flat) for v in view.tolist()]
+    values += [float(i) for start, stop in cuts.gaps for i in range(start, stop)]
+    assert sorted(values) == flat.tolist()

@@ -10,12 +10,12 @@ from shardwise.recipe.data_config import DataConfig
 
 def test_packing_is_yes_no_or_a_word() -> None:
     for packing in (True, False, "concatenate"):
-        some = DataConfig.model_validate({"format": "alpaca", "source": "a", "packing": packing})
-        assert some.packing is packing or some.packing == packing
+        config = DataConfig.model_validate({"format": "alpaca", "source": "a", "packing": packing})
+        assert config.packing is packing or config.packing == packing
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"packing": False}, "format is text, for which data.packing means nothing; leave it out"),
         ({"format": "alpaca", "source": "a", "max_bytes": 9}, "alpaca, for which data.max_bytes "),
@@ -30,6 +30,6 @@ def test_packing_is_yes_no_or_a_word() -> None:
         ),
     ],
 )
-def test_keys_that_the_format_does_not_read(given: dict[str, Any], message: str) -> None:
+def test_keys_that_the_format_does_not_read(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        DataConfig.model_validate(given)
+        DataConfig.model_validate(fields)

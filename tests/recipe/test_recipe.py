@@ -77,11 +77,11 @@ def test_an_infinite_rate_is_refused() -> None:
 
 def test_bf16_is_short_for_computing_in_bfloat16() -> None:
     precision = Recipe.model_validate({"sharding": {"precision": "bf16"}}).sharding.precision
-    wanted = dict.fromkeys(
+    dtypes = dict.fromkeys(
         ("stored_dtype", "reduce_dtype", "sum_dtype", "buffer_dtype", "output_dtype")
     )
     others = {"average": None, "keep_in_fp32_modules": (), "cast_forward_inputs": True}
-    assert precision.arguments() == {**wanted, **others, "param_dtype": torch.bfloat16}
+    assert precision.arguments() == {**dtypes, **others, "param_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["bf16", "torch.bfloat16", "bfloat16"])

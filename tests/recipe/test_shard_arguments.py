@@ -15,7 +15,7 @@ from shardwise.recipe.sharding_config import ShardingConfig
 
 
 @pytest.mark.parametrize(
-    ("written", "wanted"),
+    ("written", "expected"),
     [
         ("auto", wrap.automatic),
         ("none", wrap.whole),
@@ -24,9 +24,11 @@ from shardwise.recipe.sharding_config import ShardingConfig
         (500, lambda: wrap.by_size(500)),
     ],
 )
-def test_each_way_to_write_wrap_is_a_rule(written: object, wanted: Callable[[], wrap.Wrap]) -> None:
+def test_each_way_to_write_wrap_is_a_rule(
+    written: object, expected: Callable[[], wrap.Wrap]
+) -> None:
     config = ShardingConfig.model_validate({"wrap": written})
-    assert str(wrap_of(config)) == str(wanted())
+    assert str(wrap_of(config)) == str(expected())
 
 
 @pytest.mark.parametrize(("buffers", "alike"), [("local", False), ("broadcast", True)])

@@ -76,7 +76,7 @@ class Device:
 
     @property
     def waits(self) -> list[str]:
-        """Of the host for the device."""
+        """The waits of the host for the device."""
         return self.host.awaited
 
     def begin_step(self) -> None:
@@ -98,7 +98,7 @@ class Device:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """In a thread that computes."""
+        """The modes in a thread that computes."""
         with _Asked(self), _Issued(self):
             yield
 
@@ -199,16 +199,16 @@ class _Asked(TorchFunctionMode):
         pinned = kwargs.pop("pin_memory", False)
         if on is None and not pinned:
             return func(*args, **kwargs)
-        wanted = "host" if self.device.has_host and (pinned or on == CPU) else "device"
+        expected = "host" if self.device.has_host and (pinned or on == CPU) else "device"
         args, kwargs = tree_map(self._on_cpu, (args, kwargs))
         moved = args[0] if func in (Tensor.to, Tensor.cpu) else None
-        with _hint(wanted):
+        with _hint(expected):
             if moved is None or moved.is_meta:
                 result = func(*args, **kwargs)
                 if pinned:
                     self.device.accesses.pin(result)
                 return result
-            if self.device.accesses.is_host(moved) is (wanted == "host"):
+            if self.device.accesses.is_host(moved) is (expected == "host"):
                 return func(*args, **kwargs) if func is Tensor.to else moved
             dtypes = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
             async_ = bool(kwargs.get("non_blocking"))
@@ -228,10 +228,10 @@ class _Asked(TorchFunctionMode):
         """A device of another index is refused: memory is that of the current one."""
         place = self.device.place
         is_name = isinstance(value, str) and value.partition(":")[0] == place.type
-        wanted = torch.device(value) if is_name else value
-        if not isinstance(wanted, torch.device) or wanted.type != place.type:
+        expected = torch.device(value) if is_name else value
+        if not isinstance(expected, torch.device) or expected.type != place.type:
             return value
-        assert wanted.index in (None, place.index), f"{wanted} is not {place}"
+        assert expected.index in (None, place.index), f"{expected} is not {place}"
         return CPU
 
 
@@ -296,9 +296,12 @@ class _Issued(TorchDispatchMode):
         device.launches += not by_host and name not in ALLOCATIONS
         stamp = stream.stamp(name)
         positions, names = _writes(func)
-        given = [*zip(args, positions, strict=False), *((kwargs[k], names.get(k)) for k in kwargs)]
-        written = [t for value, writes in given if writes for t in _tensors(value)]
-        for value, writes in given:
+        arguments = [
+            *zip(args, positions, strict=False),
+            *((kwargs[k], names.get(k)) for k in kwargs),
+        ]
+        written = [t for value, writes in arguments if writes for t in _tensors(value)]
+        for value, writes in arguments:
             for tensor in _tensors(value):
                 if not writes:
                     accesses.read(tensor, stream, stamp)

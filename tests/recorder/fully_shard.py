@@ -49,7 +49,7 @@ def fsdp2_mesh(device: Device, shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
 
 def _collectives(groups: dict[Any, LateGroup]) -> dict[str, Any]:
-    """Those that it calls, by the names that this torch has."""
+    """The collectives that it calls, by the names that this torch has."""
 
     def call(name: str, *args: Any, group: Any, async_op: bool = False, **kwargs: Any) -> Any:
         work = issued(name, *args, group=groups[group], **kwargs)
@@ -66,7 +66,7 @@ def _collectives(groups: dict[Any, LateGroup]) -> dict[str, Any]:
 
 
 def _handle(device: Device) -> Any:
-    """As ``torch.cuda``."""
+    """A stand-in for ``torch.cuda``."""
     return SimpleNamespace(
         Stream=lambda priority=0: device.new_stream(),
         Event=partial(_NewEvent, device),

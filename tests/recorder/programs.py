@@ -127,7 +127,7 @@ def plainly(program: Program) -> dict[str, Tensor]:
 
 
 def recorded(program: Program, own_stream: bool = False) -> tuple[dict[str, Tensor], Device]:
-    """As if on a device, backward passes in a thread of their own."""
+    """Run as if on a device, backward passes in a thread of their own."""
     device = Device(own_stream)
     with (
         device.installed(),

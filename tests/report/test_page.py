@@ -69,13 +69,13 @@ def test_a_browser_shows_the_values_of_both_runs_without_an_error(tmp_path: Path
     path = tmp_path / "page.html"
     path.write_text(text, "utf-8")
     document = opened(path, width=500)
-    made = dict(
+    state = dict(
         line.split("=", 1)
         for line in re.findall(r'id="made">(.*?)</pre>', document, re.DOTALL)[0].split("\n")
     )
-    start, stop = map(float, made.pop("view").split())
+    start, stop = map(float, state.pop("view").split())
     assert stop - start == pytest.approx(0.075)  # half of the step
-    assert made == {
+    assert state == {
         "changed": "true",
         "readout": "step 8 · one 2008 · two 2008",
         "loss": "step 8 · "

@@ -240,8 +240,8 @@ def check_ignored(ignored: Any, left: set[str]) -> None:
             once(model, batch(step, 0), None)  # alike on every rank, so that copies stay alike
             optimizer.step()
             optimizer.zero_grad()
-        held = {m.name for unit in sharded.units for m in unit.members}
-        assert set(dict(model.named_parameters())) - held == left
+        names = {m.name for unit in sharded.units for m in unit.members}
+        assert set(dict(model.named_parameters())) - names == left
 
     on_two(rank)
 
@@ -539,11 +539,11 @@ def test_fsdp_ddp_parity_with_grad_scaler() -> None:
 def test_basic_save_and_load_state_dict() -> None:
     def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
         sw.shard(model, wrap=BY_BLOCK, comm=comm)
-        model.load_state_dict(given)
+        model.load_state_dict(whole)
         return clones(model.state_dict())
 
-    given = clones(seeded(blocks, 1).state_dict())
-    assert all(equal(state, given) for state in on_two(rank))
+    whole = clones(seeded(blocks, 1).state_dict())
+    assert all(equal(state, whole) for state in on_two(rank))
 
 
 def test_full_state_dict_missing_unexpected_keys_cleaned() -> None:
@@ -615,13 +615,13 @@ def test_buffers_save_and_load_state_dict() -> None:
 
     def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
         sw.shard(model, comm=comm)
-        model.load_state_dict(given)
+        model.load_state_dict(whole)
         return clones(model.state_dict())
 
     model = seeded(build)
     model(batch(0, 0))
-    given = clones(model.state_dict())
-    assert all(equal(state, given) for state in on_two(rank, build))
+    whole = clones(model.state_dict())
+    assert all(equal(state, whole) for state in on_two(rank, build))
 
 
 def test_save_and_load_after_forward_state_dict() -> None:
@@ -729,8 +729,8 @@ def test_optim_state_with_no_shard() -> None:
 
 def test_optim_state_with_param_groups() -> None:
     def groups(params: Any) -> Any:
-        given = list(params)
-        halves: list[dict[str, Any]] = [{"params": given[:3], "lr": 0.1}, {"params": given[3:]}]
+        listed = list(params)
+        halves: list[dict[str, Any]] = [{"params": listed[:3], "lr": 0.1}, {"params": listed[3:]}]
         return ADAM(halves)
 
     trains_alike(optimizer=groups)
@@ -738,9 +738,9 @@ def test_optim_state_with_param_groups() -> None:
 
 def test_diff_hyperparams() -> None:
     def groups(params: Any) -> Any:
-        given = list(params)
-        matrices = [p for p in given if p.ndim > 1]
-        others = [p for p in given if p.ndim <= 1]
+        listed = list(params)
+        matrices = [p for p in listed if p.ndim > 1]
+        others = [p for p in listed if p.ndim <= 1]
         return torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
             lr=0.01,
@@ -753,8 +753,8 @@ def test_diff_hyperparams() -> None:
 def test_multiple_optimizers() -> None:
     class Both:
         def __init__(self, params: Any) -> None:
-            given = list(params)
-            self.each = [SGD(given[:4]), ADAM(given[4:])]
+            listed = list(params)
+            self.each = [SGD(listed[:4]), ADAM(listed[4:])]
 
         def step(self) -> None:
             for optimizer in self.each:

@@ -674,15 +674,15 @@ def test_ignored_params_and_modules() -> None:
 
 
 def test_dp_state_dict_save_load() -> None:
-    given = seeded(blocks, 1).state_dict()
+    whole = seeded(blocks, 1).state_dict()
 
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
-        sharded.load_state_dict(given)
+        sharded.load_state_dict(whole)
         shards = sharded.state_dict("sharded")
         model.load_state_dict(seeded(blocks, 2).state_dict())
         sharded.load_state_dict(shards)
-        assert equal(clones(model.state_dict()), clones(given))
+        assert equal(clones(model.state_dict()), clones(whole))
 
     on_two(rank)
 

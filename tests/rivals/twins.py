@@ -30,7 +30,7 @@ TOLERANCE = {"SGD": 1e-5, "Adam": 2e-5}
 
 
 class Unsynced:
-    """In place of a handle: a plain model has nothing to leave out."""
+    """A stand-in for a handle: a plain model has nothing to leave out."""
 
     def no_sync(self) -> Any:
         return nullcontext()

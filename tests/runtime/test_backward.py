@@ -158,7 +158,7 @@ def test_so_they_do_in_a_model_with_copies(step: Step, strategy: str) -> None:
 def check_gradients(
     step: Step, strategy: str, world: int, run: Callable[..., object], **options: Any
 ) -> None:
-    """Of two steps, held against those of plain copies."""
+    """Compare the gradients of two steps with those of plain copies."""
     models = [STEPS[step]() for _ in range(world)]
     batches = [BATCHES[rank % 2] for rank in range(world)]
     truth = averaged(models[0], step, batches)

@@ -45,19 +45,19 @@ def test_local_and_broadcast_are_ddps_two_behaviours() -> None:
 
 
 def _beside_ddp(comm: Comm) -> None:
-    seen = BATCH(99, 5)[0]
+    inputs = BATCH(99, 5)[0]
     for policy in ("local", "broadcast"):
         reference = DistributedDataParallel(seeded(BUILD), broadcast_buffers=policy == "broadcast")
         steps(reference, comm)
         with torch.no_grad():
-            expected = reference.eval()(seen)  # before which DDP broadcasts
+            expected = reference.eval()(inputs)  # before which DDP broadcasts
         for strategy in STRATEGIES:
             model = seeded(BUILD)
             sw.shard(model, strategy, comm=comm, buffers=policy)
             steps(model, comm)
             assert equal(statistics(model), statistics(reference.module)), (policy, strategy)
             with torch.no_grad():
-                assert_near(model.eval()(seen), expected)
+                assert_near(model.eval()(inputs), expected)
 
 
 # ---- each policy ---------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
 
 
 def penalty(model: nn.Module, batch: nets.Batch) -> None:
-    seen = batch[0].clone().requires_grad_()
-    loss = nets.loss(model, (seen, *batch[1:]))
-    (slope,) = torch.autograd.grad(loss, seen, create_graph=True)
+    inputs = batch[0].clone().requires_grad_()
+    loss = nets.loss(model, (inputs, *batch[1:]))
+    (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
     (loss + slope.square().sum()).backward()
 
 

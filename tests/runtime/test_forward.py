@@ -394,8 +394,8 @@ def generator_and_critic() -> tuple[Chain, Chain]:
 
 
 def critical_step(both: nn.Module, batch: Batch) -> None:
-    critic, made = both.get_submodule("1"), both.get_submodule("0")(batch[0])
-    (critic(made).sum() - critic(batch[0]).square().sum()).backward()
+    critic, generated = both.get_submodule("1"), both.get_submodule("0")(batch[0])
+    (critic(generated).sum() - critic(batch[0]).square().sum()).backward()
 
 
 class Tree(nn.Module):
@@ -575,12 +575,12 @@ def test_backward_inside_full_params_is_refused() -> None:
 
 def test_hooks_of_the_user_see_whole_parameters_before_and_after_a_unit_computes() -> None:
     models = [Chain(), Chain()]
-    seen: list[torch.Size] = []
+    shapes: list[torch.Size] = []
     for model in models:
         layer = model.layers[1]
 
         def look(module: nn.Module, *_: object) -> None:
-            seen.append(module.get_parameter("fc.weight").shape)
+            shapes.append(module.get_parameter("fc.weight").shape)
 
         layer.register_forward_pre_hook(look)
         layer.register_forward_hook(look)
@@ -590,20 +590,20 @@ def test_hooks_of_the_user_see_whole_parameters_before_and_after_a_unit_computes
         train(models[comm.rank], BATCHES[comm.rank])
 
     run_threads(2, rank)
-    assert seen == [torch.Size([6, 6])] * 4
+    assert shapes == [torch.Size([6, 6])] * 4
 
 
 # ---- a model without a forward -----------------------------------------------------------------
 
 
 def generator_step(model: nn.Module, batch: Batch) -> None:
-    made, judge = model.get_submodule("made"), model.get_submodule("judge")
-    judge(made(batch[0])).square().mean().backward()
+    generator, judge = model.get_submodule("made"), model.get_submodule("judge")
+    judge(generator(batch[0])).square().mean().backward()
 
 
 def discriminator_step(model: nn.Module, batch: Batch) -> None:
-    made, judge = model.get_submodule("made"), model.get_submodule("judge")
-    (judge(batch[0]).mean() - judge(made(batch[0]).detach()).mean()).backward()
+    generator, judge = model.get_submodule("made"), model.get_submodule("judge")
+    (judge(batch[0]).mean() - judge(generator(batch[0]).detach()).mean()).backward()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -64,12 +64,12 @@ def test_gradients_are_those_of_a_model_that_is_cast_by_hand(strategy: str) -> N
 
 
 def test_inside_they_see_float32_and_the_modules_around_them_bf16() -> None:
-    seen: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {}
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {}
 
     def rank(comm: Comm, model: nn.Module) -> str:
         def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             given = args[0].dtype if args[0].is_floating_point() else FP32
-            seen[names[module]] = (given, next(module.parameters()).dtype, output.dtype)
+            dtypes[names[module]] = (given, next(module.parameters()).dtype, output.dtype)
 
         names = {module: name for name, module in model.named_modules()}
         for name in ("blocks.0.norm1", "blocks.0.attention", "lm_head"):
@@ -79,7 +79,7 @@ def test_inside_they_see_float32_and_the_modules_around_them_bf16() -> None:
         return str(sharded.layout)
 
     [layout] = on_ranks(1, nets.decoder, rank)
-    assert seen == {
+    assert dtypes == {
         "blocks.0.norm1": (FP32, FP32, FP32),
         "blocks.0.attention": (BF16, BF16, BF16),
         "lm_head": (FP32, FP32, FP32),
@@ -144,10 +144,10 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(8, 8)
-        self.seen: list[torch.dtype] = []
+        self.dtypes: list[torch.dtype] = []
 
     def forward(self, x: Tensor, *, scale: Scale) -> Tensor:
-        self.seen = [x.dtype, scale.of.dtype]
+        self.dtypes = [x.dtype, scale.of.dtype]
         out: Tensor = self.fc(x) * scale.of
         return out
 
@@ -169,7 +169,7 @@ def test_inputs_are_cast_at_each_unit(strategy: str, checkpointing: bool) -> Non
         value = model(torch.ones(2, 8))
         assert value.dtype is FP32
         value.sum().backward()
-        assert model.first.seen == [BF16, BF16]
+        assert model.first.dtypes == [BF16, BF16]
         assert all(param.grad is not None for param in model.parameters())
 
     on_ranks(2, Between, rank)

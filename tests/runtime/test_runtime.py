@@ -544,7 +544,7 @@ class Interrupt:
     """Ctrl-C at the ``number``-th time that a function of the engine begins or ends."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.seen = number, list[str]()
+        self.number, self.names = number, list[str]()
 
     def __enter__(self) -> Self:
         sys.setprofile(self._count)
@@ -558,8 +558,8 @@ class Interrupt:
             return
         if frame.f_code.co_name == "<genexpr>":  # what is raised in one that is closed is lost
             return
-        self.seen.append(frame.f_code.co_name)
-        if len(self.seen) == self.number:
+        self.names.append(frame.f_code.co_name)
+        if len(self.names) == self.number:
             raise KeyboardInterrupt
 
 
@@ -574,11 +574,11 @@ def test_ctrl_c_anywhere_in_a_step_leaves_the_model_between_steps(strategy: str)
     model.zero_grad()
     with Interrupt(0) as whole:
         train(model, batch)
-    seen = whole.seen
-    ends = [at for at, name in enumerate(seen, 1) if name == "_end"]  # which a traceback holds
-    for number in [*range(1, len(seen), len(seen) // 16), *ends]:
+    names = whole.names
+    ends = [at for at, name in enumerate(names, 1) if name == "_end"]  # which a traceback holds
+    for number in [*range(1, len(names), len(names) // 16), *ends]:
         model.zero_grad()
-        with pytest.raises(KeyboardInterrupt) as kept, Interrupt(number):
+        with pytest.raises(KeyboardInterrupt) as caught, Interrupt(number):
             train(model, batch)
         model.zero_grad()
         assert all(map(torch.equal, model.state_dict().values(), before.values()))
@@ -587,7 +587,7 @@ def test_ctrl_c_anywhere_in_a_step_leaves_the_model_between_steps(strategy: str)
         for param, grad in zip(model.parameters(), truth, strict=True):
             assert param.grad is not None
             assert torch.equal(param.grad, grad)
-        del kept
+        del caught
 
 
 def test_after_ctrl_c_in_a_forward_pass_a_shard_is_read_as_a_shard() -> None:
@@ -669,7 +669,7 @@ def test_a_unit_that_fails_and_is_called_again_in_one_forward_pass_is_served() -
 
 
 class Interrupted(Layer):
-    """By Ctrl-C at every other call, of which torch tells no hook."""
+    """A layer that Ctrl-C interrupts at every other call, of which torch tells no hook."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ NAMES = ("a", "b")
 
 
 class Unit(UnitState):
-    """Without buckets, but not without bytes."""
+    """A unit without buckets, but not without bytes."""
 
     def nbytes(self) -> UnitBytes:
         return UnitBytes(100, 100, 100)

@@ -1,4 +1,4 @@
-"""What is said while a model is cut."""
+"""Messages while a model is cut."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_sparse_buffer_is_refused_by_its_name_before_anything_changes(world: i
 
 
 class Layers(nn.Module):
-    """Of three shapes, so that nothing repeats."""
+    """Layers of three shapes, so that nothing repeats."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -301,7 +301,7 @@ class Live(TorchDispatchMode):
 
 
 def size_of(ref: StorageWeakRef) -> int:
-    """As it is now: a bucket's storage is resized, and another rank may have freed it."""
+    """The size as it is now: a bucket's storage is resized, and another rank may have freed it."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
     return 0 if storage is None else storage.nbytes()
 
@@ -315,17 +315,17 @@ def test_no_rank_ever_holds_the_whole_model() -> None:
     def rank(comm: Comm) -> tuple[int, int]:
         with Live() as live:
             sharded = sw.shard(models[comm.rank], comm=comm)
-            held = sum(bucket.shard.nbytes for bucket in sharded.buckets)
+            nbytes = sum(bucket.shard.nbytes for bucket in sharded.buckets)
             largest = max(unit.nbytes for unit in sharded.units)
             comm.agree({})  # until then a slow rank may still hold what it was sent
-            assert live.nbytes() < 1.02 * held + 1_000
-        assert live.peak <= 1.02 * (held + 2 * largest) + 1_000
-        return live.peak, held
+            assert live.nbytes() < 1.02 * nbytes + 1_000
+        assert live.peak <= 1.02 * (nbytes + 2 * largest) + 1_000
+        return live.peak, nbytes
 
     models = [built_on_meta(Net(build, nets.decoder_batch)) for _ in range(4)]
     whole = sum(p.nbytes for p in build().parameters())
-    for peak, held in run_threads(4, rank):
-        assert held < 0.27 * whole
+    for peak, nbytes in run_threads(4, rank):
+        assert nbytes < 0.27 * whole
         assert peak < 0.45 * whole
 
 
@@ -342,8 +342,8 @@ def test_a_model_that_was_whole_on_every_rank_lets_it_go() -> None:
         comm.agree({})  # until then a slow rank may still hold what it was sent
         assert all(ref.expired() for ref in before)
         whole = sum(bucket.layout.used for bucket in sharded.buckets)
-        held = {storage(p): local(p).untyped_storage().nbytes() for p in model.parameters()}
-        assert sum(held.values()) < 0.4 * 4 * whole
+        by_storage = {storage(p): local(p).untyped_storage().nbytes() for p in model.parameters()}
+        assert sum(by_storage.values()) < 0.4 * 4 * whole
 
     on_ranks(3, nets.decoder, rank)
 

@@ -32,7 +32,7 @@ def tied_by_data() -> nn.Module:
 
 
 def sharing(make: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    """Of a matrix ``a`` and of what is made of its values."""
+    """The maker of a module of a matrix ``a`` and of what is made of its values."""
 
     def build() -> nn.Module:
         a = nn.Parameter(torch.arange(24.0).view(6, 4))

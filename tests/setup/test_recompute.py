@@ -66,15 +66,15 @@ def test_gradients_are_those_of_a_plain_model_bit_for_bit(strategy: str, world: 
 def saved_bytes(model: nn.Module, batch: Batch) -> int:
     """Bytes that autograd keeps of a forward pass, without what the model holds anyway."""
     ours = {storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Tensor] = {}
+    by_storage: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(storage(tensor), tensor)
+        by_storage.setdefault(storage(tensor), tensor)
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss(model, batch)
-    return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in ours)
+    return sum(t.untyped_storage().nbytes() for key, t in by_storage.items() if key not in ours)
 
 
 def test_a_checkpointed_model_saves_a_fraction_of_the_bytes() -> None:
@@ -142,13 +142,13 @@ def test_a_policy_chooses_units_by_class_by_name_and_every_nth(
 
 
 def test_each_unit_less_that_is_recomputed_keeps_more_bytes() -> None:
-    batch, kept = decoder_batch(0, 8), []
+    batch, nbytes = decoder_batch(0, 8), []
     for every in (1, 2, 3):
         model, policy = decoder(), sw.ActivationCheckpointing(every=every)
         sw.shard(model, comm=LocalComm(), activation_checkpointing=policy)
-        kept.append(saved_bytes(model, batch))
-    assert kept == sorted(kept)
-    assert kept[0] < 0.5 * kept[1]
+        nbytes.append(saved_bytes(model, batch))
+    assert nbytes == sorted(nbytes)
+    assert nbytes[0] < 0.5 * nbytes[1]
 
 
 @pytest.mark.parametrize("pattern", ["Blok", "block.0", "(root)"])

@@ -57,7 +57,7 @@ def by_engine(
 
 
 def by_programs(comm: Comm, traced: sw.Trace, model: nn.Module, inputs: tuple[Any, ...]) -> Step:
-    """Both programs, on the model's whole values."""
+    """A step by both programs, on the model's whole values."""
     watched = Watched(comm)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     copied = {name: value.detach().clone() for name, value in state.items()}

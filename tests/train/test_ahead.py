@@ -41,8 +41,8 @@ def sums_of(device: Device, steps: int = 3) -> list[int]:
 
 def test_the_next_step_is_copied_while_nothing_waits_for_it() -> None:
     device = Device()
-    wanted = [sum(int(batch.ids.sum()) for batch in source().step(step)) for step in range(3)]
-    assert sums_of(device) == wanted
+    expected = [sum(int(batch.ids.sum()) for batch in source().step(step)) for step in range(3)]
+    assert sums_of(device) == expected
     assert device.faults == []
 
 
@@ -57,8 +57,8 @@ def test_a_step_that_was_not_prepared_is_read() -> None:
     ahead = BatchesAhead(source(), torch.device("cpu"))
     ahead.prepare(1)
     for step in (4, 4, 0):
-        (first, _), (wanted, _) = ahead.take(step).on_device, source().step(step)
-        assert torch.equal(first.ids, wanted.ids)
+        (first, _), (expected, _) = ahead.take(step).on_device, source().step(step)
+        assert torch.equal(first.ids, expected.ids)
 
 
 def test_the_step_ahead_is_neither_taken_nor_the_end(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ def test_the_step_ahead_is_neither_taken_nor_the_end(tmp_path: Path) -> None:
         ahead, step = BatchesAhead(s, torch.device("cpu")), 0
         while not plain.ended():
             assert not ahead.ended()
-            batches, wanted = ahead.take(step), plain.step(step)
+            batches, expected = ahead.take(step), plain.step(step)
             step += 1
             ahead.prepare(step)
-            assert [b.ids.tolist() for b in batches.in_host] == [b.ids.tolist() for b in wanted]
+            assert [b.ids.tolist() for b in batches.in_host] == [b.ids.tolist() for b in expected]
             assert ahead.positions() == plain.positions()
         assert ahead.ended()
         assert step > 3

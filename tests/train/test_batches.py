@@ -36,10 +36,10 @@ def batches(rank: int = 0, ranks: int = 1, micro: int = 1, seed: int = 5) -> Bat
 
 @given(tokens=st.integers(0, 200), context=st.integers(2, 20))
 def test_every_token_but_the_first_and_the_tail_is_a_target_once(tokens: int, context: int) -> None:
-    some = rows(tokens, context)
-    targets = some.take(np.arange(len(some))).targets.flatten().tolist()
-    assert targets == list(range(1, len(some) * context + 1))
-    assert (len(some) > 0) + len(targets) + some.dropped == tokens
+    source = rows(tokens, context)
+    targets = source.take(np.arange(len(source))).targets.flatten().tolist()
+    assert targets == list(range(1, len(source) * context + 1))
+    assert (len(source) > 0) + len(targets) + source.dropped == tokens
 
 
 def test_a_target_is_the_token_that_follows() -> None:
@@ -61,16 +61,18 @@ def test_workers_that_train_apart_take_rows_of_their_own() -> None:
         Batches(Rows(np.arange(121, dtype=np.int32), 10), config, 5, 0, 1, Worker(n, 2))
         for n in (0, 1)
     ]
-    seen = [batch.ids[0, 0].item() for of in own for step in (0, 1) for batch in of.step(step)]
-    assert sorted(seen) == list(range(0, 120, 10))
+    numbers = [batch.ids[0, 0].item() for of in own for step in (0, 1) for batch in of.step(step)]
+    assert sorted(numbers) == list(range(0, 120, 10))
 
 
 # --- the global batch ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("micro", "ranks", "wanted"), [(1, 1, 12), (2, 3, 2), (6, 2, 1)])
-def test_rows_are_micro_times_accumulation_times_ranks(micro: int, ranks: int, wanted: int) -> None:
-    assert accumulation(BatchConfig(rows=12, micro=micro), ranks) == wanted
+@pytest.mark.parametrize(("micro", "ranks", "expected"), [(1, 1, 12), (2, 3, 2), (6, 2, 1)])
+def test_rows_are_micro_times_accumulation_times_ranks(
+    micro: int, ranks: int, expected: int
+) -> None:
+    assert accumulation(BatchConfig(rows=12, micro=micro), ranks) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def test_ranks_share_no_row() -> None:
 
 
 def test_an_epoch_holds_every_row_once_and_the_next_one_in_another_order() -> None:
-    some = batches()
-    first, second = some.samples(0, 10), some.samples(10, 10)
+    source = batches()
+    first, second = source.samples(0, 10), source.samples(10, 10)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first.tolist() != second.tolist()
 
@@ -149,9 +151,9 @@ def test_no_row_is_preferred() -> None:
 # --- validation ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "wanted"), [(3, [0, 3, 6]), (10, list(range(10))), (99, None)])
-def test_rows_are_spread_evenly(count: int, wanted: list[int] | None) -> None:
-    assert evenly_spaced(10, count).tolist() == (wanted or list(range(10)))
+@pytest.mark.parametrize(("count", "expected"), [(3, [0, 3, 6]), (10, list(range(10))), (99, None)])
+def test_rows_are_spread_evenly(count: int, expected: list[int] | None) -> None:
+    assert evenly_spaced(10, count).tolist() == (expected or list(range(10)))
 
 
 @given(count=st.integers(0, 40), micro=st.integers(1, 5), ranks=st.integers(1, 5))

@@ -59,11 +59,11 @@ def when(step: int, act: Callable[[], object]) -> Callable[[Record], None]:
 @contextmanager
 def failing(point: str, times: int = 1) -> Iterator[None]:
     """Saving fails at this point, so many times."""
-    left = [times]
+    failures = [times]
 
     def fail(reached: str, rank: int) -> None:
-        if reached == point and rank == 0 and left[0]:
-            left[0] -= 1
+        if reached == point and rank == 0 and failures[0]:
+            failures[0] -= 1
             raise CheckpointError("the disk is full")
 
     failpoints.listeners.append(fail)
@@ -83,8 +83,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 def test_what_is_due_unasked() -> None:
     def due(best: bool = False, **config: object) -> list[int]:
-        made = CheckpointConfig.model_validate(config)
-        return [step for step in range(1, 8) if is_due(made, step, 7, best)]
+        checkpoint_config = CheckpointConfig.model_validate(config)
+        return [step for step in range(1, 8) if is_due(checkpoint_config, step, 7, best)]
 
     assert due(save_every=3) == [3, 6, 7]
     assert due(save_every=0) == []
@@ -147,14 +147,14 @@ def test_the_best_so_far_is_remembered_when_the_run_goes_on(
     changes = ("run.eval_every=1", "checkpoint.keep_best=true", "checkpoint.save_every=0")
     recipe = recipe_in(tmp_path, *changes, "optimizer.lr=3", "optimizer.warmup=4")
     watched.run(recipe, 2)
-    wanted = [s.step for s in watched.kind(Saved)]
+    expected = [s.step for s in watched.kind(Saved)]
     watched.records.clear()
     cut = recipe_in(tmp_path / "cut", *changes, "optimizer.lr=3", "optimizer.warmup=4")
     stop = SignalRequests()
     watched.run(cut, 2, when(4, stop.stop), lambda c: stop if c.rank == 0 else SignalRequests())
     watched.run(cut, 2)
     steps = [s.step for s in watched.kind(Saved) if s.step != 5]
-    assert steps == [step for step in wanted if step != 5]
+    assert steps == [step for step in expected if step != 5]
 
 
 def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path, watched: Watched) -> None:
@@ -351,7 +351,7 @@ def test_another_run_or_one_of_its_checkpoints_can_be_where_a_run_begins(
 ) -> None:
     first = recipe_in(tmp_path)
     watched.run(first, 2)
-    wanted, folder = digest(first, 6), Path(first.run.folder)
+    expected, folder = digest(first, 6), Path(first.run.folder)
     for place in (checkpoint(first, 4), folder / "checkpoints", folder):
         newer = 4 if place.name == "step-4" else 6
         watched.records.clear()
@@ -361,7 +361,7 @@ def test_another_run_or_one_of_its_checkpoints_can_be_where_a_run_begins(
         )
         assert watched.kind(Resumed)[0].step == newer
         if newer == 4:
-            assert digest(new, 6) == wanted
+            assert digest(new, 6) == expected
 
 
 def test_what_is_no_checkpoint_of_the_trainer_is_refused(tmp_path: Path, watched: Watched) -> None:
@@ -405,9 +405,9 @@ def test_what_a_killed_attempt_has_left_goes_when_the_run_ends(
     watched.run(recipe, world=2)
     run = Path(recipe.run.folder)
     (run / "metrics.jsonl").write_text("", "utf-8")  # it had not finished
-    left = [run / ".model.safetensors.unfinished-0123456789abcdef"]
-    left += [run / "checkpoints" / "step-1.removing-0123456789abcdef"]
-    for folder in left:
+    leftovers = [run / ".model.safetensors.unfinished-0123456789abcdef"]
+    leftovers += [run / "checkpoints" / "step-1.removing-0123456789abcdef"]
+    for folder in leftovers:
         folder.mkdir()
     assert watched.run(recipe, world=2).step == 2
-    assert not any(folder.exists() for folder in left)
+    assert not any(folder.exists() for folder in leftovers)

@@ -23,5 +23,5 @@ def test_numbers_are_gathered_in_rank_order_and_exact() -> None:
     def rank(comm: Comm) -> list[list[float]]:
         return all_gather_floats(comm, (comm.rank + 0.1, 2**53 - comm.rank), "numbers").tolist()
 
-    wanted = [[0.1, 2.0**53], [1.1, 2.0**53 - 1], [2.1, 2.0**53 - 2]]
-    assert threads.run(3, rank) == [wanted] * 3
+    expected = [[0.1, 2.0**53], [1.1, 2.0**53 - 1], [2.1, 2.0**53 - 2]]
+    assert threads.run(3, rank) == [expected] * 3

@@ -18,20 +18,20 @@ from shardwise.train.tokenizer import Tokens
 from tests.train.tiny import documents, tiny_recipe
 
 
-def made(recipe: Recipe) -> Folder:
+def folder_of(recipe: Recipe) -> Folder:
     path = Path(recipe.run.folder)
     path.mkdir(parents=True, exist_ok=True)
     return Folder(path)
 
 
 def tokens_of(data: Data) -> Tokens:
-    """Of the training split."""
+    """The tokens of the training split."""
     assert isinstance(data.training, Rows)
     return data.training.stream
 
 
 def prepared(recipe: Recipe, world: int) -> list[Data]:
-    folder = made(recipe)
+    folder = folder_of(recipe)
 
     def rank(comm: Comm) -> Data:
         return prepare(recipe, comm, folder if comm.rank == 0 else None)
@@ -73,10 +73,10 @@ def test_the_report_accounts_for_every_token(tmp_path: Path) -> None:
 
 def test_a_second_run_finds_its_tokenizer(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
-    for wanted in ("trained on the training split", "from the last run"):
+    for origin in ("trained on the training split", "from the last run"):
         (data,) = prepared(recipe, 1)
         assert data.report is not None
-        assert data.report.origin == wanted
+        assert data.report.origin == origin
         for name, text in data.files.items():
             Folder(Path(recipe.run.folder)).write_text(name, text)
 
@@ -88,14 +88,14 @@ def test_each_part_that_may_take_long_is_named_before_it_is_done(tmp_path: Path)
         parts.append(what)
         return nullcontext()
 
-    prepare(recipe, LocalComm(), made(recipe), busy)
+    prepare(recipe, LocalComm(), folder_of(recipe), busy)
     assert parts == ["reading text", "training the tokenizer", "tokenizing"]
 
 
 def test_too_little_text_for_a_row_says_which_split(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, "data.context=500", "data.validation=0.01")
     with pytest.raises(ConfigError, match=r"the validation split has \d+ tokens, fewer than"):
-        prepare(recipe, LocalComm(), made(recipe))
+        prepare(recipe, LocalComm(), folder_of(recipe))
 
 
 def test_the_fingerprint_is_that_of_the_tokens(tmp_path: Path) -> None:

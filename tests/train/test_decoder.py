@@ -79,8 +79,8 @@ def test_residual_projections_start_narrower() -> None:
         name: param.std().item() for name, param in block.named_parameters() if param.ndim > 1
     }
     for name, std in spreads.items():
-        wanted = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-        assert std == pytest.approx(wanted, rel=0.05), name
+        expected = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        assert std == pytest.approx(expected, rel=0.05), name
 
 
 def test_the_first_values_depend_on_the_generator_alone() -> None:

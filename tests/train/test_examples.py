@@ -62,16 +62,18 @@ IN_BLOCKS = (
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("template", "expected"),
     [
         (LINES, IN_BLOCKS),
         (END_OUTSIDE, IN_BLOCKS),
         (WITHOUT_BLOCK, IN_BLOCKS.replace("<|im_end|>⟧\n", "<|im_end|>\n⟧")),
     ],
 )
-def test_only_what_the_assistant_says_and_its_end_is_trained_on(template: str, wanted: str) -> None:
+def test_only_what_the_assistant_says_and_its_end_is_trained_on(
+    template: str, expected: str
+) -> None:
     assert END_OUTSIDE != WITHOUT_BLOCK != LINES != CHAT_TEMPLATE
-    assert marked(tokenized(CHAT, by=tokenizer(template))) == wanted
+    assert marked(tokenized(CHAT, by=tokenizer(template))) == expected
 
 
 def test_everything_is_trained_on_if_asked() -> None:

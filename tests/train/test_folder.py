@@ -14,7 +14,7 @@ def names(folder: Path) -> list[str]:
 
 
 def checkpoint(folder: Path, name: str) -> Path:
-    """As little as looks like one."""
+    """The least that looks like a checkpoint."""
     path = folder / "checkpoints" / name
     path.mkdir(parents=True)
     (path / "manifest.json").touch()
@@ -51,18 +51,18 @@ def test_a_new_folder_in_which_nothing_was_written_goes_again(tmp_path: Path) ->
 def test_a_lock_that_went_with_its_folder_is_taken_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, taken = tmp_path / "new", []
+    place, attempts = tmp_path / "new", []
 
     def acquire(_lock: int, path: Path, _until: float) -> None:
-        taken.append(path)
-        if len(taken) == 1:  # who had it before was the one who made the folder
+        attempts.append(path)
+        if len(attempts) == 1:  # who had it before was the one who made the folder
             (path / ".lock").unlink()
             path.rmdir()
 
     monkeypatch.setattr(of_folder, "_acquire", acquire)
     with Folder.locked(place) as folder:
         folder.write_text("a", "")
-    assert taken == [place, place]
+    assert attempts == [place, place]
     assert (place / "a").exists()
 
 

@@ -56,15 +56,15 @@ def test_the_engine_holds_the_planned_bytes_at_every_event(
 
 def given_to_compare(watched: Watched, recipe: Recipe, options: Foresight = USUAL) -> Any:
     """The plan, the recorded step and the rate that a run compares."""
-    given = list[Any]()
+    calls = list[Any]()
 
     def noted(*arguments: Any) -> Compared:
-        given.append(arguments)
+        calls.append(arguments)
         return compared(*arguments)
 
     watched.monkeypatch.setattr("shardwise.train.loop.compared", noted)
     watched.run(recipe, world=1, foresight=options)
-    return given[0]
+    return calls[0]
 
 
 def test_another_event_and_other_bytes_are_named(watched: Watched, tmp_path: Path) -> None:

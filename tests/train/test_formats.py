@@ -32,7 +32,7 @@ def left_out(file: Path, column: str = "text") -> list[tuple[str, str, int]]:
     ]
 
 
-def made(tmp_path: Path, name: str, data: bytes) -> Path:
+def file_of(tmp_path: Path, name: str, data: bytes) -> Path:
     path = tmp_path / name
     path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     return path
@@ -44,18 +44,20 @@ def made(tmp_path: Path, name: str, data: bytes) -> Path:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.jsonl.gz", "a.json.gz"])
 def test_a_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
     data = b'{"body": "one"}\n\n{"body": "two", "n": 2}\n'
-    assert read(made(tmp_path, name, data), "body") == ["one", "two"]
+    assert read(file_of(tmp_path, name, data), "body") == ["one", "two"]
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
-    path = made(tmp_path, "a.jsonl", b'{"text": "one \\ud800 two"}\n{"text": "\\ud83e\\udd99"}\n')
+    path = file_of(
+        tmp_path, "a.jsonl", b'{"text": "one \\ud800 two"}\n{"text": "\\ud83e\\udd99"}\n'
+    )
     assert read(path) == ["one ? two", "\U0001f999"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.py", "a", "a.txt.gz", "config.json"])
 def test_other_text_is_one_document(tmp_path: Path, name: str) -> None:
     data = b'{\n  "text": "one"\n}\n'
-    assert read(made(tmp_path, name, data)) == [data.decode()]
+    assert read(file_of(tmp_path, name, data)) == [data.decode()]
 
 
 def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
@@ -71,14 +73,14 @@ def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
     ("name", "data"), [("a.txt", b"text\r\n"), ("a.jsonl", b'{"text": "text\\n"}')]
 )
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, data: bytes) -> None:
-    assert read(made(tmp_path, name, b"\xef\xbb\xbf" + data)) == ["text\n"]
+    assert read(file_of(tmp_path, name, b"\xef\xbb\xbf" + data)) == ["text\n"]
 
 
 def test_text_is_the_same_however_it_is_cut_into_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "a line\n漢字 and 🦙 in one line\n\nthe end: é"
-    path = made(tmp_path, "a.txt", text.encode())
+    path = file_of(tmp_path, "a.txt", text.encode())
     for size in range(1, 30):
         monkeypatch.setattr(formats, "BLOCK", size)
         assert read(path) == [text]
@@ -98,33 +100,33 @@ BAD = {
 
 @pytest.mark.parametrize("reason", BAD)
 def test_a_bad_row_is_named_and_the_rest_is_read(tmp_path: Path, reason: str) -> None:
-    path = made(tmp_path, "a.jsonl", 2 * ROW + BAD[reason] + 3 * ROW)
+    path = file_of(tmp_path, "a.jsonl", 2 * ROW + BAD[reason] + 3 * ROW)
     assert read(path) == ["row"] * 5
     assert left_out(path) == [(reason, ":3", 1)]
 
 
 def test_a_nest_without_end_is_not_json(tmp_path: Path) -> None:
-    assert left_out(made(tmp_path, "a.jsonl", b"[" * 100_000)) == [("not JSON", ":1", 1)]
+    assert left_out(file_of(tmp_path, "a.jsonl", b"[" * 100_000)) == [("not JSON", ":1", 1)]
 
 
 def test_a_row_that_is_too_long_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "MAX_ROW", 20)
-    path = made(tmp_path, "a.jsonl", ROW + b"x" * 99 + b"\n" + ROW)
+    path = file_of(tmp_path, "a.jsonl", ROW + b"x" * 99 + b"\n" + ROW)
     assert read(path) == ["row", "row"]
     assert left_out(path) == [("longer than 20 bytes", ":2", 1)]
 
 
 def test_a_line_that_is_not_utf_8_is_left_out_of_a_text(tmp_path: Path) -> None:
-    path = made(tmp_path, "a.txt", b"one\ntw\xff\nthree\n")
+    path = file_of(tmp_path, "a.txt", b"one\ntw\xff\nthree\n")
     assert read(path) == ["one\nthree\n"]
     assert left_out(path) == [("not UTF-8", ":2", 1)]
 
 
 def test_a_file_with_a_zero_byte_at_its_beginning_is_not_text(tmp_path: Path) -> None:
     for name in ("a.bin", "a.txt", "a.jsonl", "a.txt.gz"):
-        path = made(tmp_path, name, b"GIF89a\x00\x01")
+        path = file_of(tmp_path, name, b"GIF89a\x00\x01")
         assert left_out(path) == [("not text", "", 0)]
         assert read(path) == []
 
@@ -149,11 +151,11 @@ def test_a_damaged_group_of_parquet_rows_costs_that_group(tmp_path: Path) -> Non
 
 
 def test_what_only_claims_to_be_parquet_is_left_out(tmp_path: Path) -> None:
-    assert left_out(made(tmp_path, "a.parquet", b"no")) == [("not parquet", "", 0)]
+    assert left_out(file_of(tmp_path, "a.parquet", b"no")) == [("not parquet", "", 0)]
 
 
 def test_an_array_of_rows_says_how_to_make_it_lines(tmp_path: Path) -> None:
-    ((reason, _, rows),) = left_out(made(tmp_path, "a.json", b'[\n {"text": "one"}]'))
+    ((reason, _, rows),) = left_out(file_of(tmp_path, "a.json", b'[\n {"text": "one"}]'))
     assert (reason, rows) == ("a JSON array; jq -c '.[]' makes a row per line", 0)
 
 
@@ -167,7 +169,7 @@ def message(file: Path, column: str = "text") -> str:
 
 
 def test_a_field_that_no_row_has_is_an_error_with_the_nearest(tmp_path: Path) -> None:
-    path = made(tmp_path, "a.jsonl", b'{"id": 1, "txet": "a"}\n')
+    path = file_of(tmp_path, "a.jsonl", b'{"id": 1, "txet": "a"}\n')
     assert message(path) == (
         f"{path}:1: no field 'text'. Fields there: id (int), txet (text). Choose one that holds "
         "text, such as --data.field txet."
@@ -175,7 +177,7 @@ def test_a_field_that_no_row_has_is_an_error_with_the_nearest(tmp_path: Path) ->
 
 
 def test_a_field_that_holds_no_text_is_not_proposed(tmp_path: Path) -> None:
-    path = made(tmp_path, "chat.jsonl", b'{"messages": [{"role": "user", "content": "hi"}]}\n')
+    path = file_of(tmp_path, "chat.jsonl", b'{"messages": [{"role": "user", "content": "hi"}]}\n')
     for column, fact in (
         ("text", "no field 'text'"),
         ("messages", "'messages' is list, not text"),
@@ -190,7 +192,7 @@ def test_a_wrong_field_is_found_without_reading_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "MAX_TRIED_ROWS", 3)
-    path = made(tmp_path, "a.jsonl", b'{"body": "a"}\n' * 3 + ROW)
+    path = file_of(tmp_path, "a.jsonl", b'{"body": "a"}\n' * 3 + ROW)
     assert message(path).startswith(f"{path}:1: no field 'text'.")
 
 

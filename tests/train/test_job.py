@@ -35,7 +35,7 @@ def rows() -> Rows:
 
 
 def samples(packed: bool) -> SampleRows:
-    """Of 2 to 14 tokens, of which the last ones are trained on, from one to all but one."""
+    """Samples of 2 to 14 tokens, of which the last ones are trained on, from one to all but one."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(2, 15, 40)
     trained = [np.arange(n) >= draw.integers(1, n) for n in lengths]

@@ -24,7 +24,7 @@ VOCABULARY = 40
 
 
 def samples() -> SampleRows:
-    """Of 13 tokens, of which the last ones are trained on; of every fourth sample none is."""
+    """Samples of 13 tokens; the last ones are trained on, and of every fourth sample none."""
     trained = [np.arange(13) >= 13 - (number % 4) * 4 for number in range(40)]
     ids = np.random.default_rng(0).integers(0, VOCABULARY, 40 * 13).astype(np.int32)
     return SampleRows(Examples(ids, np.concatenate(trained), np.full(40, 13)), context=16)

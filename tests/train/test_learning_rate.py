@@ -55,7 +55,7 @@ def test_a_warm_up_below_one_is_a_fraction_of_all_steps(warmup: float, steps: in
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         (
             {"schedule": "constant", "warmup": 0.03},
@@ -69,9 +69,11 @@ def test_a_warm_up_below_one_is_a_fraction_of_all_steps(warmup: float, steps: in
         ({"warmup": 2.5}, "a number of steps, or a fraction below 1"),
     ],
 )
-def test_what_a_schedule_would_not_read_is_an_error(given: dict[str, object], message: str) -> None:
+def test_what_a_schedule_would_not_read_is_an_error(
+    fields: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
-        OptimizerConfig.model_validate(given)
+        OptimizerConfig.model_validate(fields)
 
 
 def test_a_schedule_that_is_written_with_its_defaults_reads_the_same() -> None:

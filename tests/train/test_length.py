@@ -25,9 +25,9 @@ def recipe(run: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
     return Recipe.model_validate({"batch": {"rows": 16}, "run": run, **sections})
 
 
-def validated(given: Recipe) -> list[int]:
+def validated(recipe: Recipe) -> list[int]:
     """The steps after which a run validates, its last one always."""
-    run = given.run
+    run = recipe.run
     steps = range(1, run.steps + 1)
     due = [s for s in steps if is_multiple(s, run.eval_every) and s >= run.eval_delay]
     return sorted({*due, run.steps})
@@ -39,29 +39,31 @@ def test_a_run_of_epochs_ends_when_every_row_was_seen_as_often(epochs: float, st
 
 
 def test_without_epochs_nothing_changes() -> None:
-    given = recipe({"steps": 30, "eval_every": 10, "eval_delay": 15})
-    assert in_steps(given, ROWS) == given
-    assert validated(given) == [20, 30]
+    stepped = recipe({"steps": 30, "eval_every": 10, "eval_delay": 15})
+    assert in_steps(stepped, ROWS) == stepped
+    assert validated(stepped) == [20, 30]
 
 
 @pytest.mark.parametrize(("delay", "steps"), [(0, [7, 13]), (1, [7, 13]), (1.5, [13]), (2, [13])])
 def test_the_first_validation_waits_for_its_epoch(delay: float, steps: list[int]) -> None:
     run = {"epochs": 2, "eval_every": "epoch", "eval_delay": delay}
-    given = in_steps(recipe(run, optimizer={"warmup": 0}), ROWS)
-    assert validated(given) == steps
-    assert bool(list(notes(given))) == (len(steps) == 1)
+    stepped = in_steps(recipe(run, optimizer={"warmup": 0}), ROWS)
+    assert validated(stepped) == steps
+    assert bool(list(notes(stepped))) == (len(steps) == 1)
 
 
 def test_the_only_validation_is_noted_and_so_is_saving_by_epoch() -> None:
     run = {"epochs": 2, "eval_every": "epoch", "eval_delay": 2}
-    given = in_steps(recipe(run, checkpoint={"save_every": "epoch"}, optimizer={"warmup": 0}), ROWS)
-    (note,) = notes(given)
+    stepped = in_steps(
+        recipe(run, checkpoint={"save_every": "epoch"}, optimizer={"warmup": 0}), ROWS
+    )
+    (note,) = notes(stepped)
     assert "one validation, after the last of 13 steps" in note
-    assert given.checkpoint.save_every == 7
+    assert stepped.checkpoint.save_every == 7
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"run": {"patience": 2}}, "run.patience is 2 and run.eval_every is 0"),
         ({"run": {"eval_delay": 2}}, "run.eval_delay is 2.* and run.eval_every is 0"),
@@ -71,17 +73,17 @@ def test_the_only_validation_is_noted_and_so_is_saving_by_epoch() -> None:
         ),
     ],
 )
-def test_what_would_have_no_effect_is_an_error(given: dict[str, Any], message: str) -> None:
+def test_what_would_have_no_effect_is_an_error(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        Recipe.model_validate(given)
+        Recipe.model_validate(fields)
 
 
 def test_a_warm_up_longer_than_the_run_ends_with_its_last_step_and_is_noted() -> None:
-    given = in_steps(recipe({"epochs": 2}), ROWS)
-    (note,) = notes(given)
+    stepped = in_steps(recipe({"epochs": 2}), ROWS)
+    (note,) = notes(stepped)
     assert note.startswith("optimizer.warmup is 20 and the run has 13 steps: ")
-    assert given.optimizer.warmup_steps(13) == 12
-    assert given.optimizer.warmup_steps(1) == 0
+    assert stepped.optimizer.warmup_steps(13) == 12
+    assert stepped.optimizer.warmup_steps(1) == 0
 
 
 def test_a_run_of_epochs_is_finished_or_goes_on_with_more(
@@ -92,10 +94,10 @@ def test_a_run_of_epochs_is_finished_or_goes_on_with_more(
 
     def run(epochs: int) -> int:
         watched.records.clear()
-        given = tiny_recipe(
+        changed = tiny_recipe(
             tmp_path, f"run.epochs={epochs}", "batch.rows=40", "batch.micro=20", *options
         )
-        return watched.run(given, world=2).step
+        return watched.run(changed, world=2).step
 
     steps = run(1)
     (prepared,), (built,) = watched.kind(Prepared), watched.kind(Built)
@@ -145,8 +147,8 @@ def test_results_have_the_names_and_values_that_trainer_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(monkeypatch)
-    given = tiny_recipe(tmp_path, "run.throughput_warmup=1")
-    watched.run(given, world=2)
+    tiny = tiny_recipe(tmp_path, "run.throughput_warmup=1")
+    watched.run(tiny, world=2)
     (prepared,) = watched.kind(Prepared)
     last = watched.kind(Evaluated)[-1]
     train, evaluation = (

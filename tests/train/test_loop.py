@@ -49,7 +49,7 @@ FILES = [
 
 
 def run(recipe: Recipe, world: int) -> tuple[list[Record], list[Outcome]]:
-    """What rank 0 said, on a slow machine too, and what each rank returned."""
+    """The records of rank 0, alike on a slow machine, and the outcome of each rank."""
     records: list[Record] = []
     outcomes = threads.run(world, lambda comm: train(recipe, comm, records.append))
     return [record for record in records if not isinstance(record, Busy)], outcomes

@@ -126,10 +126,10 @@ def test_memory_is_what_this_container_may_use(
     monkeypatch.setattr(estimate, "LIMITS", ())
     whole = machine_memory()
     assert whole > 2**28
-    for text, wanted in (("max", whole), ("1048576", 2**20)):
+    for text, expected in (("max", whole), ("1048576", 2**20)):
         (tmp_path / "memory.max").write_text(text + "\n", "ascii")
         monkeypatch.setattr(estimate, "LIMITS", (str(tmp_path / "memory.max"), "/nowhere"))
-        assert machine_memory() == wanted
+        assert machine_memory() == expected
 
 
 def test_swap_holds_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

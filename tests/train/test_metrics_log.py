@@ -45,8 +45,8 @@ def test_a_record_survives_any_character(tmp_path: Path, text: str) -> None:
         journal(record)
     assert len(journal.path.read_bytes().splitlines()) == 3
     assert begun(tmp_path, 2).records == [stepped(1), stepped(2)]
-    kept = journal.path.read_text("utf-8").split("\n")
-    assert json.loads(kept[1])["message"] == text
+    lines = journal.path.read_text("utf-8").split("\n")
+    assert json.loads(lines[1])["message"] == text
 
 
 def test_a_record_of_an_earlier_version_is_not_torn_by_its_characters(tmp_path: Path) -> None:

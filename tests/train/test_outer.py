@@ -18,7 +18,7 @@ from tests.train.tiny import tiny_recipe
 
 
 def run_both(folder: Path, addresses: list[str], *overrides: str) -> list[list[Record]]:
-    """Two workers of one rank each; what each has said."""
+    """Two workers of one rank each; the records of each."""
     by_worker: list[list[Record]] = [[], []]
     errors: list[BaseException] = []
 

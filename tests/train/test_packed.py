@@ -19,7 +19,7 @@ CONTEXT = 16
 
 
 def examples(*samples: tuple[str, str]) -> Examples:
-    """Of (prompt, answer): a token for each letter."""
+    """Examples of (prompt, answer): a token for each letter."""
     text = "".join(prompt + answer for prompt, answer in samples)
     trained = [mark for p, a in samples for mark in [False] * len(p) + [True] * len(a)]
     lengths = np.array([len(prompt + answer) for prompt, answer in samples])
@@ -89,10 +89,10 @@ def test_the_longest_goes_first_into_the_least_space() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=20))
 def test_no_token_is_lost(shapes: list[tuple[int, int]]) -> None:
-    some = examples(*(("b" * prompt, "c" * answer) for prompt, answer in shapes))
-    rows = SampleRows(some, context=10)
+    samples = examples(*(("b" * prompt, "c" * answer) for prompt, answer in shapes))
+    rows = SampleRows(samples, context=10)
     batch = everything(rows)
-    assert batch.ids.numel() - rows.dropped == len(some.ids)
+    assert batch.ids.numel() - rows.dropped == len(samples.ids)
     trained = sum(answer - (prompt == 0) for prompt, answer in shapes)  # nothing predicts the first
     assert (batch.targets == 2).sum() == trained == rows.targets(np.arange(len(rows)))
 

@@ -23,10 +23,10 @@ TESTED = {"llama", "gpt2", "gemma3_text", "deepseek_v3", "qwen3_moe"}
 def model(architecture: str) -> nn.Module:
     special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
     shape = {**SHAPE, **special, **ARCHITECTURES[architecture]}
-    made: nn.Module = hf.AutoModelForCausalLM.from_config(
+    built: nn.Module = hf.AutoModelForCausalLM.from_config(
         hf.AutoConfig.for_model(architecture, **shape)
     )
-    return made
+    return built
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def model(architecture: str) -> nn.Module:
     ],
 )
 def test_models_that_keep_samples_apart_are_passed_and_do(architecture: str) -> None:
-    some = model(architecture).eval()
-    check_packing(some, 320, torch.device("cpu"))
+    causal = model(architecture).eval()
+    check_packing(causal, 320, torch.device("cpu"))
     packed, alone = SampleRows(SAMPLES, CONTEXT), SampleRows(SAMPLES, CONTEXT, packed=False)
     with torch.no_grad():
-        each = [loss(some, alone.take(np.array([i]))).item() for i in range(len(alone))]
-        assert loss(some, everything(packed)).item() == pytest.approx(sum(each), rel=1e-5)
+        each = [loss(causal, alone.take(np.array([i]))).item() for i in range(len(alone))]
+        assert loss(causal, everything(packed)).item() == pytest.approx(sum(each), rel=1e-5)
 
 
 @pytest.mark.parametrize("architecture", sorted(READ_EACH_OTHER))

@@ -78,7 +78,7 @@ def test_streamed_samples_have_a_second_file_for_validation(tmp_path: Path) -> N
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Rehearsal:
-    """Of a recipe, on two threads and on one."""
+    """Run a recipe, on two threads and on one."""
     path = next(path for path in RECIPES if path.stem == request.param)
     overrides = ["sample.tokens=0"]
     if request.param == "llama2-70b-lora":
@@ -102,7 +102,7 @@ def test_both_runs_have_the_same_losses_and_other_libraries_load_the_result(
     assert model.startswith(f"{loaded} has the validation loss ")
     if is_half:
         weights = run.folder / "ranks-2" / "adapter" / "adapter_model.safetensors"
-        kept = weights.read_bytes()
+        before = weights.read_bytes()
         tokenizer = AutoTokenizer.from_pretrained(weights.parent)
         assert tokenizer.convert_tokens_to_ids(TOKENS) == [len(tokenizer) - 2, len(tokenizer) - 1]
         rows = {n: t for n, t in load_file(weights).items() if "trainable_tokens" in n}
@@ -113,7 +113,7 @@ def test_both_runs_have_the_same_losses_and_other_libraries_load_the_result(
             ShardwiseError, match="the last validation and the adapter in plain pef"
         ):
             list(run.proof())
-        weights.write_bytes(kept)
+        weights.write_bytes(before)
     path = run.folder / "ranks-1" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     last = next(line for line in reversed(lines) if line["record"] == "evaluated")

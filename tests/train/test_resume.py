@@ -106,9 +106,9 @@ def test_the_scale_of_a_float16_run_is_halved_where_it_overflows_and_is_saved(
     scaled = ("sharding.precision=fp16", f"optimizer.loss_scale={2**19}")
     whole, cut = (recipe_in(tmp_path / name, *scaled) for name in ("whole", "cut"))
     watched.run(whole, 2)
-    taken = watched.kind(Stepped)
-    assert {step.skipped for step in taken} == {True, False}
-    for before, after in pairwise(taken):
+    steps_taken = watched.kind(Stepped)
+    assert {step.skipped for step in steps_taken} == {True, False}
+    for before, after in pairwise(steps_taken):
         assert before.loss_scale is not None
         assert after.loss_scale == before.loss_scale * (0.5 if before.skipped else 1)
     watched.run(cut, 2, ask=stop_of(1, 3))

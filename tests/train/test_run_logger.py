@@ -48,8 +48,8 @@ def test_every_rank_knows_how_the_run_begins_and_only_rank_0_has_a_folder(tmp_pa
             logger.start_run(start, 0, {})
             return start, logger.folder is not None
 
-    for wanted in (Start.NEW, Start.RESUME):
-        assert threads.run(3, rank) == [(wanted, True), (wanted, False), (wanted, False)]
+    for expected in (Start.NEW, Start.RESUME):
+        assert threads.run(3, rank) == [(expected, True), (expected, False), (expected, False)]
     assert read_recipe(Path(recipe.run.folder) / "recipe.yaml") == recipe
 
 

@@ -37,10 +37,10 @@ def test_greedy_text_is_that_of_transformers() -> None:
     from tests.train.test_decoder import TIED, llama
 
     model = Decoder(TIED, vocabulary=61, context=16)
-    wanted = llama(model, TIED).generate(  # type: ignore[operator]
+    expected = llama(model, TIED).generate(  # type: ignore[operator]
         torch.tensor([[3, 4]]), max_new_tokens=9, do_sample=False, eos_token_id=None
     )
-    assert generated(model, 9, temperature=0) == wanted[0].tolist()
+    assert generated(model, 9, temperature=0) == expected[0].tolist()
 
 
 def test_text_may_be_longer_than_the_context() -> None:
@@ -112,15 +112,15 @@ def asked_of(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, recipe: Recipe
 ) -> tuple[list[int], Sampled]:
     """The ids that a model is given, which answers nothing, and what is shown."""
-    given: list[list[int]] = []
+    prompts: list[list[int]] = []
 
     def answer(_model: object, ids: torch.Tensor, *_: object) -> torch.Tensor:
-        given.append(ids.tolist())
+        prompts.append(ids.tolist())
         return ids
 
     monkeypatch.setattr("shardwise.train.sample.generate", answer)
     shown = sample(Decoder(SHAPE, vocabulary=8, context=8), tokenizer, recipe)
-    return given[0], shown
+    return prompts[0], shown
 
 
 @pytest.mark.parametrize(

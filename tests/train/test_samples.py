@@ -45,12 +45,12 @@ def config(folder: Path, rows: list[dict[str, Any]] = ROWS, **options: Any) -> D
 # --- the split -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("share", "wanted"), [(0.04, 2), (0.01, 1), (0.5, 25)])
-def test_the_first_rows_are_for_validation(tmp_path: Path, share: float, wanted: int) -> None:
+@pytest.mark.parametrize(("share", "count"), [(0.04, 2), (0.01, 1), (0.5, 25)])
+def test_the_first_rows_are_for_validation(tmp_path: Path, share: float, count: int) -> None:
     training, validation = read_samples(config(tmp_path, validation=share))
-    assert validation.numbers == list(range(1, wanted + 1))
-    assert training.numbers == list(range(wanted + 1, 51))
-    assert [one.texts[0] for one in validation.samples] == [r["prompt"] for r in ROWS[:wanted]]
+    assert validation.numbers == list(range(1, count + 1))
+    assert training.numbers == list(range(count + 1, 51))
+    assert [one.texts[0] for one in validation.samples] == [r["prompt"] for r in ROWS[:count]]
 
 
 def test_a_source_of_its_own_for_validation(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_a_source_of_its_own_for_validation(tmp_path: Path) -> None:
 def test_rows_without_an_answer_and_those_that_are_too_long_are_named(tmp_path: Path) -> None:
     rows = [row | {"completion": " "} if i in (1, 9) else row for i, row in enumerate(ROWS)]
     rows[20] = rows[20] | {"prompt": "name " * 60}
-    _, validation = read_samples(some := config(tmp_path, rows, validation=0.5, context=32))
-    assert [str(out) for out in tokenize_split(validation, tiny_tokenizer(), some).left_out] == [
+    _, validation = read_samples(options := config(tmp_path, rows, validation=0.5, context=32))
+    assert [str(out) for out in tokenize_split(validation, tiny_tokenizer(), options).left_out] == [
         "2 rows, empty answer (row 2, …)",
         "1 row, no answer within data.context 32 (row 21)",
     ]
@@ -107,11 +107,11 @@ def recipe(folder: Path, *overrides: str) -> Any:
 
 
 def prepared(folder: Path, world: int, *overrides: str) -> list[Data]:
-    made = recipe(folder, *overrides)
+    read = recipe(folder, *overrides)
 
     def rank(comm: Comm) -> Data:
         run = Folder(folder) if comm.rank == 0 else None
-        return prepare(made, comm, run)
+        return prepare(read, comm, run)
 
     return threads.run(world, rank)
 
@@ -182,27 +182,27 @@ def test_tokens_are_those_of_rows_as_they_are_and_are_counted_on_by_a_resumed_ru
 ) -> None:
     """Without packing a micro-batch is as long as its longest row, and not as ``data.context``."""
     given = ("data.packing=false", "run.steps=4", "sample.tokens=0", "data.context=64")
-    made, steps = recipe(tmp_path, *given), list[Stepped]()
+    whole, steps = recipe(tmp_path, *given), list[Stepped]()
 
-    def run(made: Recipe) -> None:
+    def run(whole: Recipe) -> None:
         def emit(record: Record) -> None:
             if isinstance(record, Stepped):
                 steps.append(record)
 
-        threads.run(2, lambda comm: train(made, comm, emit))
+        threads.run(2, lambda comm: train(whole, comm, emit))
 
     run(recipe(tmp_path, *given, "run.steps=2"))
-    run(made)
-    data = prepare(made, LocalComm(), Folder(tmp_path))
+    run(whole)
+    data = prepare(whole, LocalComm(), Folder(tmp_path))
     assert not isinstance(data.training, StreamedRows)
-    ranks = [Batches(data.training, made.batch, made.run.seed, rank, 2) for rank in range(2)]
+    ranks = [Batches(data.training, whole.batch, whole.run.seed, rank, 2) for rank in range(2)]
     each = [sum(b.ids.numel() for r in ranks for b in r.step(step)) for step in range(4)]
     assert [record.tokens for record in steps] == list(accumulate(each))
-    assert max(each) < made.batch.rows * 64
-    results = json.loads((Path(made.run.folder) / "train_results.json").read_text("utf-8"))
+    assert max(each) < whole.batch.rows * 64
+    results = json.loads((Path(whole.run.folder) / "train_results.json").read_text("utf-8"))
     assert results["train_tokens_per_second"] / results[
         "train_samples_per_second"
-    ] == pytest.approx(sum(each) / (4 * made.batch.rows))
+    ] == pytest.approx(sum(each) / (4 * whole.batch.rows))
 
 
 # --- streamed --------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_streamed_samples_go_on_at_their_position_at_any_number_of_ranks(
     assert isinstance(source, StreamedRows)
     whole, _ = take(source, 1, 9)
     first, positions = take(source, 1, 4)
-    rest, _ = take(source, 2, 5, positions)
-    assert first + rest == whole
+    second, _ = take(source, 2, 5, positions)
+    assert first + second == whole
 
 
 def test_each_streamed_sample_is_trained_on_once_in_an_epoch(tmp_path: Path) -> None:
@@ -280,8 +280,8 @@ def test_a_run_on_streamed_samples_is_the_same_on_two_ranks(tmp_path: Path) -> N
                 rank_losses.append(record.loss)
 
         values = streamed(tmp_path, f"run.folder={tmp_path}/{world}", "sample.tokens=0")
-        made = recipe(tmp_path, *values)
-        threads.run(world, lambda comm: train(made, comm, emit))
+        streaming = recipe(tmp_path, *values)
+        threads.run(world, lambda comm: train(streaming, comm, emit))
         return rank_losses
 
     assert losses(2) == pytest.approx(losses(1), rel=1e-5)

@@ -48,7 +48,7 @@ def global_batch(ranks: list[StreamBatches]) -> list[Row]:
 
 
 def all_positions(ranks: list[StreamBatches]) -> list[Position]:
-    """As they come out of a checkpoint."""
+    """The positions as they come out of a checkpoint."""
     text = json.dumps([position for batches in ranks for position in batches.positions()])
     positions: list[Position] = json.loads(text)
     return positions
@@ -100,15 +100,15 @@ def test_each_document_is_trained_on_once_in_an_epoch_by_one_stream(tmp_path: Pa
         while not any(batches.ended() for batches in ranks):
             for stream, row in zip(streams, global_batch(ranks), strict=True):
                 stream.extend(row)
-    wanted = {text for text in documents() if not is_held_out(text, 0.2)}
-    assert 0 < len(wanted) < 60
+    training = {text for text in documents() if not is_held_out(text, 0.2)}
+    assert 0 < len(training) < 60
     whole = [
         text
         for stream in streams  # the last document may be cut
         for text in TOKENIZER.decode(stream, skip_special_tokens=False).split(bpe.END)[:-1]
     ]
-    assert len(whole) == len(set(whole)) > 0.8 * len(wanted)
-    assert set(whole) <= wanted
+    assert len(whole) == len(set(whole)) > 0.8 * len(training)
+    assert set(whole) <= training
 
 
 def test_documents_are_shuffled_by_the_seed_and_differently_in_each_epoch(tmp_path: Path) -> None:

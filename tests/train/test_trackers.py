@@ -39,11 +39,11 @@ Calls = list[tuple[Any, ...]]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What stand-ins for trackio, wandb and mlflow are called with, in order."""
-    made: Calls = []
+    calls: Calls = []
 
     def recorder(name: str, result: object = None) -> Any:
         def call(*given: Any, **named: Any) -> object:
-            made.append((name, *given, named))
+            calls.append((name, *given, named))
             return result
 
         return call
@@ -59,11 +59,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    return made
+    return calls
 
 
 def ran(folder: Path, *overrides: str, records: tuple[Record, ...] = (STEPPED,)) -> list[Record]:
-    """What is emitted by a run of one rank that tells ``records``, and nothing else."""
+    """The records that a run of one rank emits when it logs ``records`` and nothing else."""
     logged: list[Record] = []
     recipe = tiny_recipe(folder, *overrides)
 

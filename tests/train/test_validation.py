@@ -53,12 +53,12 @@ def measured(world: int, count: int = 7, micro: int = 2) -> list[tuple[Evaluated
 def test_the_loss_is_that_of_all_tokens_at_once() -> None:
     batch = rows().take(evenly_spaced(23, 7))
     logits = Counting().table[batch.ids].flatten(0, 1)
-    wanted = F.cross_entropy(logits, batch.targets.flatten()).item()
+    expected = F.cross_entropy(logits, batch.targets.flatten()).item()
     right = (logits.argmax(-1) == batch.targets.flatten()).double().mean().item()
     (evaluated, _) = measured(1)[0]
-    assert evaluated.loss == pytest.approx(wanted, rel=1e-6)
+    assert evaluated.loss == pytest.approx(expected, rel=1e-6)
     assert evaluated.accuracy == right
-    assert evaluated.perplexity == pytest.approx(math.exp(wanted), rel=1e-6)
+    assert evaluated.perplexity == pytest.approx(math.exp(expected), rel=1e-6)
     assert (evaluated.step, evaluated.tokens) == (9, 28)
 
 
@@ -103,6 +103,6 @@ def test_the_entropy_is_the_best_loss_without_context() -> None:
 
 
 def test_the_entropy_is_over_exactly_the_tokens_that_are_predicted() -> None:
-    some = rows()
-    targets = some.take(evenly_spaced(23, 7)).targets.numpy()
+    source = rows()
+    targets = source.take(evenly_spaced(23, 7)).targets.numpy()
     assert measured(3)[0][0].unigram_entropy == unigram_entropy(targets)

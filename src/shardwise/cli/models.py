@@ -112,7 +112,7 @@ _BELOW_MAIN = ' Put training code below `if __name__ == "__main__":`, which does
 
 @contextmanager
 def _as_its_own_program(place: str) -> Iterator[None]:
-    """The user's code finds its neighbours, and no arguments but its own name.
+    """The user's code imports the modules beside it, and gets no arguments but its own name.
 
     Raises:
         ConfigError: it raised an exception, or ended.

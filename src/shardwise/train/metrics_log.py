@@ -79,7 +79,7 @@ class MetricsLog:
 
 
 def lines_until(lines: Iterable[str], step: float) -> Iterator[dict[str, Any]]:
-    """The lines before the first that is torn or speaks of a step later than ``step``. Pure.
+    """The lines before the first that is cut off or of a step later than ``step``. Pure.
 
     Of a run that begins anew, ``step`` 0, there are none.
     """

@@ -145,16 +145,18 @@ def test_a_group_over_which_no_comm_can_be_made_is_destroyed(
 def test_torch_waits_longer_than_we_do_where_its_own_watchdog_kills(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: dict[str, Any] = {}
+    options_passed: dict[str, Any] = {}
     monkeypatch.setattr(
-        dist, "init_process_group", lambda name, **options: made.update(options, name=name)
+        dist,
+        "init_process_group",
+        lambda name, **options: options_passed.update(options, name=name),
     )
     cpu, device = torch.device("cpu"), torch.device("cuda", 1)
     init, meeting = connect_module._init_process_group, MagicMock()
     meeting.store.return_value = "the store"
     meeting.run = meeting.watch = lambda call: call()
     init(Backend("nccl"), device, 30.0, Launch(1, 2, 1, "::1", 29500), meeting)
-    assert made == {
+    assert options_passed == {
         "name": "nccl",
         "store": "the store",
         "rank": 1,
@@ -163,7 +165,7 @@ def test_torch_waits_longer_than_we_do_where_its_own_watchdog_kills(
         "device_id": device,
     }
     init(Backend("gloo"), cpu, 30.0, Launch(0, 2, 0, "10.0.0.7", 29500), meeting)
-    assert (made["timeout"], made["device_id"]) == (timedelta(seconds=30), None)
+    assert (options_passed["timeout"], options_passed["device_id"]) == (timedelta(seconds=30), None)
 
 
 # --- a launched group: made here, ended here -------------------------------------------------
@@ -175,14 +177,14 @@ def launch(rank: int, world: int, folder: str, port: int, next_port: int) -> lis
     os.environ.update({name: str(value) for name, value in torchrun.items()})
     os.environ.update(MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     with connect() as comm:
-        seen: list[object] = [type(comm).__name__, comm.rank, comm.size, sum_of_ranks(comm)]
-    seen.append(dist.is_initialized())
+        facts: list[object] = [type(comm).__name__, comm.rank, comm.size, sum_of_ranks(comm)]
+    facts.append(dist.is_initialized())
     for name in torchrun:
         del os.environ[name]
     os.environ["MASTER_PORT"] = str(next_port)  # or a rank may meet the store that is closing
     os.environ.update(SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=str(world), SLURM_PROCID=str(rank))
     os.environ.update(SLURM_JOB_ID="1", SLURM_LOCALID=str(rank), SLURM_STEP_NUM_NODES="1")
-    return seen + raise_on_rank_0(rank)
+    return facts + raise_on_rank_0(rank)
 
 
 def raise_on_rank_0(rank: int) -> list[object]:
@@ -252,21 +254,21 @@ def test_an_error_of_one_rank_while_all_connect_reaches_every_rank(place: str) -
 
 
 def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
-    seen: list[object] = []
+    facts: list[object] = []
     with gloo_group(rank, world, folder):
         with connect() as comm:
-            seen += [type(comm) is SharedMemoryComm, sum_of_ranks(comm)]
+            facts += [type(comm) is SharedMemoryComm, sum_of_ranks(comm)]
         mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("replicate", "shard"))
         with over(mesh["shard"]) as comm, over(mesh["shard"]) as beside:
-            seen += [comm.size, sum_of_ranks(comm), sum_of_ranks(beside)]
+            facts += [comm.size, sum_of_ranks(comm), sum_of_ranks(beside)]
         with over(mesh["replicate"]) as comm:
-            seen += [type(comm) is LocalComm]
+            facts += [type(comm) is LocalComm]
         with over(mesh) as comm:
-            seen.append([axis.size for axis in comm.axes(1, 3)])
+            facts.append([axis.size for axis in comm.axes(1, 3)])
         cube = init_device_mesh("cpu", (1, 1, 3))
         with pytest.raises(ConfigError) as error:
             over(cube)
-        seen.append(str(error.value))
+        facts.append(str(error.value))
         pair = dist.new_group([0, 2])
         if rank == 1:
             with pytest.raises(ConfigError, match="not a member"):
@@ -280,10 +282,10 @@ def use_what_exists(rank: int, world: int, folder: str) -> list[object]:
             for transport, kind in kinds.items():
                 with over(pair, transport=transport) as comm:
                     assert type(comm) is kind
-                    seen += [comm.size, comm.rank, sum_of_ranks(comm)]
+                    facts += [comm.size, comm.rank, sum_of_ranks(comm)]
             dist.barrier(pair)  # it still works, after each of them has closed
         dist.barrier()  # the world's group still works
-    return seen
+    return facts
 
 
 def test_a_mesh_says_where_its_ranks_compute_unless_a_device_is_passed(
@@ -352,7 +354,7 @@ def opened() -> tuple[int, int, int]:
 
 def shard_again(rank: int, world: int, folder: str, count: int, at_once: int) -> list[Any]:
     """What is open after each of ``count`` models, some of which live on; and at the end."""
-    counts, kept = [], list[sw.Sharded]()
+    counts, handles = [], list[sw.Sharded]()
     gc.freeze()  # what torch has imported
     with gloo_group(rank, world, folder):
         for number in range(count):
@@ -361,7 +363,7 @@ def shard_again(rank: int, world: int, folder: str, count: int, at_once: int) ->
             sharded = sw.shard(model, "hybrid_shard" if hybrid else "full_shard", **how)
             model(torch.ones(2, 8 + 8 * number)).sum().backward()
             if number < at_once:
-                kept.append(sharded)
+                handles.append(sharded)
             elif number % 3 == 0:
                 sharded.unshard()
             if number % 10 == 1:  # two that are let go without a word
@@ -369,7 +371,7 @@ def shard_again(rank: int, world: int, folder: str, count: int, at_once: int) ->
                 assert [*sums, sum_of_ranks(over(dist.group.WORLD))] == [sums[0]] * 2
             del model, sharded
             counts.append(opened())
-        kept.clear()
+        handles.clear()
     return [*counts, opened()]
 
 

@@ -73,7 +73,7 @@ def test_each_process_gets_the_device_of_its_local_rank(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("given", "local_rank", "expected"),
+    ("passed", "local_rank", "expected"),
     [
         ("xpu", None, "xpu:3"),  # the current one, which the user has set
         ("xpu", 0, "xpu:0"),
@@ -82,7 +82,7 @@ def test_each_process_gets_the_device_of_its_local_rank(monkeypatch: pytest.Monk
     ],
 )
 def test_an_index_is_honoured_and_without_a_launcher_the_current_device_stays(
-    monkeypatch: pytest.MonkeyPatch, given: str, local_rank: int | None, expected: str
+    monkeypatch: pytest.MonkeyPatch, passed: str, local_rank: int | None, expected: str
 ) -> None:
     made_current: list[int] = [3]
     module = SimpleNamespace(
@@ -92,7 +92,7 @@ def test_an_index_is_honoured_and_without_a_launcher_the_current_device_stays(
         set_device=made_current.append,
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert device_of(row("xpu"), index_of(given), local_rank) == torch.device(expected)
+    assert device_of(row("xpu"), index_of(passed), local_rank) == torch.device(expected)
     assert made_current[-1] == torch.device(expected).index
     with pytest.raises(ConfigError, match="this process wants xpu:4, but torch sees 4 here"):
         device_of(row("xpu"), 4, local_rank)
@@ -230,11 +230,11 @@ def connect_to(
     sys.path.insert(0, str(plugins))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    given: list[object] = []
+    facts: list[object] = []
     initialise = dist.init_process_group
 
     def spy(name: str, **options: object) -> None:
-        given.append(options["device_id"])
+        facts.append(options["device_id"])
         initialise(name, **options)  # type: ignore[arg-type]
 
     dist.init_process_group = spy  # type: ignore[assignment]
@@ -242,10 +242,10 @@ def connect_to(
         with connect(passed) as comm:
             comm.agree({"layout": "a1b2"})
             assert type(comm) is BackendComm
-            given += [comm.device, dist.get_backend(), os.environ.get("PT_HPU_LAZY_MODE")]
+            facts += [comm.device, dist.get_backend(), os.environ.get("PT_HPU_LAZY_MODE")]
             raise KeyError
     except KeyError:
-        return [*map(str, given), dist.is_initialized()]
+        return [*map(str, facts), dist.is_initialized()]
 
 
 @pytest.mark.spawn

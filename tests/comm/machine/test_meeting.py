@@ -44,7 +44,7 @@ def rank(
     timeout: float = 60.0,
     attempt: str = "",
 ) -> Meeting:
-    """With an ``attempt``, the launcher serves the store."""
+    """A meeting of one rank; with an ``attempt``, the launcher serves the store."""
     launch = Launch(number, size, number, host, port)
     serves = number == 0 and not attempt
     return Meeting(launch, serves=serves, timeout=timeout, attempt=attempt or "0")

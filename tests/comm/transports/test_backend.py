@@ -68,7 +68,7 @@ def try_averages(rank: int, world: int, folder: str) -> list[list[Any]]:
         right = backend._calls()
 
         def divides_twice(out: Tensor, full: Tensor, op: Any, **options: Any) -> Any:
-            """On one rank, and for one size only, as XCCL once did."""
+            """A sum that is divided twice on one rank, for one size only, as XCCL once did."""
             work = right.scatter(out, full, op=op, **options)
             if rank == 1 and out.numel() == 513:
                 out /= world
@@ -115,8 +115,8 @@ def go_wrong(rank: int, world: int, folder: str) -> list[tuple[float, str]]:
 def test_ranks_that_differ_soon_raise() -> None:
     first, second = outcomes_of(2, go_wrong)
     assert (first.error, second.error) == ("", "")
-    (soon, left), (also_soon, elsewhere) = first.value
-    assert left.startswith("rank 1 has left (it closed its communicator after 0 collectives)")
+    (soon, closed), (also_soon, elsewhere) = first.value
+    assert closed.startswith("rank 1 has left (it closed its communicator after 0 collectives)")
     assert elsewhere.startswith("collective 0 differs: rank 1 is at agree (0 bytes), rank 0 at gat")
     assert max(soon, also_soon) < 60  # and not the time limit of half an hour
 
@@ -156,11 +156,11 @@ class Named(TorchDispatchMode):
 
 def sum_wide(rank: int, world: int, folder: str) -> tuple[Any, ...]:
     """What it takes to sum a narrow wire in fp32 and to divide, and the result."""
-    made: list[timedelta] = []
+    timeouts: list[timedelta] = []
     new_group = dist.new_group
 
     def spy(**options: Any) -> Any:
-        made.append(options["timeout"])
+        timeouts.append(options["timeout"])
         return new_group(**options)
 
     with gloo_group(rank, world, folder), patch.object(dist, "new_group", spy):
@@ -169,7 +169,7 @@ def sum_wide(rank: int, world: int, folder: str) -> tuple[Any, ...]:
             _, out, pending = start_sum(comm, full, by=3)
             with Named() as mode:
                 pending.wait()
-        return mode.names, out.tolist(), [patience.total_seconds() for patience in made]
+        return mode.names, out.tolist(), [patience.total_seconds() for patience in timeouts]
 
 
 @cache

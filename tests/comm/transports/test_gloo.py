@@ -373,7 +373,7 @@ def test_the_last_message_of_a_process_that_ends_arrives() -> None:
 
 
 class Unconnected:
-    """In place of gloo's process group: nothing can be sent."""
+    """A stand-in for gloo's process group: nothing can be sent."""
 
     def __init__(self) -> None:
         self.tags: list[int] = []
@@ -384,12 +384,12 @@ class Unconnected:
 
 
 def test_no_rank_goes_on_before_all_have_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, float]] = []
+    connected: list[tuple[int, float]] = []
     groups = [Unconnected(), Unconnected()]
 
     def slow_on_rank_1(store: object, rank: int, size: int, timeout: timedelta) -> Unconnected:
         time.sleep(0.2 * rank)
-        made.append((rank, timeout.total_seconds()))
+        connected.append((rank, timeout.total_seconds()))
         return groups[rank]
 
     monkeypatch.setattr(gloo, "ProcessGroupGloo", slow_on_rank_1)
@@ -397,7 +397,7 @@ def test_no_rank_goes_on_before_all_have_connected(monkeypatch: pytest.MonkeyPat
 
     def rank(threads: Comm) -> list[tuple[int, float]]:
         with gloo.GlooComm(threads.rank, 2, store, 60.0) as comm:
-            came = sorted(made)
+            came = sorted(connected)
         assert groups[threads.rank].tags == [NO_TAG]  # which ends what is in flight
         assert comm._group is None
         return came

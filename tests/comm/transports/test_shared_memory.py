@@ -58,7 +58,7 @@ def train(comm: Comm, strategy: str, compute: torch.dtype | None) -> tuple[list[
 
 
 def train_over_both(rank: int, world: int, folder: str) -> list[Any]:
-    """For each dtype: over messages in one strategy, then over shared memory in each."""
+    """Train for each dtype: over messages in one strategy, then over shared memory in each."""
     runs = [("messages", "full_shard"), *(("memory", strategy) for strategy in STRATEGIES)]
     with gloo_group(rank, world, folder):
         results = []
@@ -172,14 +172,14 @@ def relayouts(comm: SharedMemoryComm) -> list[int]:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     sharded = sw.shard(model, comm=comm)
     weight = model.get_parameter("0.weight")
-    kept = local(weight.detach()) if comm.rank == 1 else torch.empty(0)
-    values, used = kept.clone(), []
+    detached = local(weight.detach()) if comm.rank == 1 else torch.empty(0)
+    values, used = detached.clone(), []
     for frozen in (True, False) * 3:
         weight.requires_grad_(not frozen)  # other buckets, of other sizes
         sharded.relayout()
         used.append(comm._common_heap._ranges.free[-1][0])
         model(torch.ones(1, 64)).sum().backward()
-    assert torch.equal(kept, values)  # what a user looks at is not given out again
+    assert torch.equal(detached, values)  # what a user looks at is not given out again
     return used
 
 

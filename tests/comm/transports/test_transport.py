@@ -105,21 +105,21 @@ def test_facts_travel_only_if_their_digests_differ() -> None:
 
 
 def test_its_axes_are_made_once_for_each_grid_and_end_with_it() -> None:
-    made: list[tuple[Noted, Noted]] = []
+    pairs: list[tuple[Noted, Noted]] = []
 
     def open_axes(replicate: int, shard: int) -> tuple[Noted, Noted]:
-        made.append((Noted(0, replicate), Noted(0, shard)))
-        return made[-1]
+        pairs.append((Noted(0, replicate), Noted(0, shard)))
+        return pairs[-1]
 
     comm = Noted(0, 6, shutdown=Shutdown(open_axes=open_axes))
-    assert comm.axes(2, 3) == comm.axes(2, 3) == made[0]
-    assert comm.axes(3, 2) == made[1]
+    assert comm.axes(2, 3) == comm.axes(2, 3) == pairs[0]
+    assert comm.axes(3, 2) == pairs[1]
     comm.agree({"a": "1"})
     comm.fence(Label("fence"))
-    axes = [axis for pair in made for axis in pair]
+    axes = [axis for pair in pairs for axis in pair]
     assert [(len(axis.texts), axis.fenced) for axis in axes] == [(1, [Label("fence")])] * 4
     comm.close("the test is over")
-    assert [axis.left for pair in made for axis in pair] == [["the test is over"]] * 4
+    assert [axis.left for pair in pairs for axis in pair] == [["the test is over"]] * 4
 
 
 def test_a_part_of_the_processes_cannot_be_made_a_grid() -> None:

@@ -37,7 +37,7 @@ class Told(nn.Module):
 
 
 def called(lines: list[str]) -> list[str]:
-    """Without the numbers of the lines, which change."""
+    """The calls without the numbers of the lines, which change."""
     here = Path(__file__).name
     assert all(line.rpartition(":")[2].isdecimal() and f" at {here}:" in line for line in lines)
     return [line.partition(" at ")[0] for line in lines]

@@ -136,12 +136,12 @@ def test_only_the_facts_that_differ_are_listed_with_ranks_and_texts() -> None:
     assert "  a:" not in text
 
 
-@pytest.mark.parametrize(("count", "rest"), [(10, ""), (12, "\n  … and 2 more")])
-def test_the_first_ten_facts_that_differ_are_listed(count: int, rest: str) -> None:
+@pytest.mark.parametrize(("count", "ending"), [(10, ""), (12, "\n  … and 2 more")])
+def test_the_first_ten_facts_that_differ_are_listed(count: int, ending: str) -> None:
     names = [f"fact {index:02}" for index in range(count)]
     text = facts_differ([dict.fromkeys(names, "a"), dict.fromkeys(names, "b")])
     listed = "\n".join(f"  {name}: rank 0: a; rank 1: b" for name in names[:10])
-    assert f"{count} settings are not the same on all ranks:\n{listed}{rest}\nThey" in text
+    assert f"{count} settings are not the same on all ranks:\n{listed}{ending}\nThey" in text
 
 
 @pytest.mark.parametrize(
@@ -199,5 +199,5 @@ def test_the_lines_of_the_programs_are_named_of_the_ranks_that_it_is_about() -> 
     progress[3] = at(A, waits=0)._replace(call="`load()` at a.py:1")
     lines = " Look at rank 0: `save(model)` at a.py:3; ranks 1 and 2: `f(x)` at a.py:4."
     assert diagnose(progress).endswith(f"that depends on the rank.{lines}")
-    left = {0: progress[0], 3: at(A, ended="done")._replace(call="`load()` at a.py:1")}
-    assert diagnose(left).endswith("error. Look at rank 0: `save(model)` at a.py:3.")
+    ended = {0: progress[0], 3: at(A, ended="done")._replace(call="`load()` at a.py:1")}
+    assert diagnose(ended).endswith("error. Look at rank 0: `save(model)` at a.py:3.")

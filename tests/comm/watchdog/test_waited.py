@@ -1,4 +1,4 @@
-"""When a wait is said."""
+"""The moments at which a wait is logged."""
 
 from __future__ import annotations
 

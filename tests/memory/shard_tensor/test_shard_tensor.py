@@ -27,7 +27,7 @@ WORLD = 3
 
 
 def trained_plain(world: int = WORLD) -> nn.Module:
-    """With the mean gradient of all ranks."""
+    """The plain model, trained with the mean gradient of all ranks."""
     model = seeded(BUILD)
     batches = [BATCH(rank, 2) for rank in range(world)]
     put_gradients(model, averaged(seeded(BUILD), train, batches))
@@ -41,7 +41,7 @@ def trained(comm: Comm, model: nn.Module, strategy: str = "full_shard") -> sw.Sh
 
 
 def gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of a scalar, of rows that are cut, of elements that are cut, and of one rank's alone."""
+    """Those of a scalar, of rows that are cut, of elements that are cut, and of one rank's alone."""
     for name in ("temperature", "project.weight", "blocks.0.rows", "head.bias"):
         gradient = model.get_parameter(name).grad
         assert gradient is not None
@@ -421,10 +421,10 @@ def test_a_full_tensor_may_be_kept_over_steps() -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sharded = sw.shard(model, comm=comm)
         weight = model.get_parameter("project.weight")
-        kept = weight.full_tensor()  # type: ignore[attr-defined]
+        whole = weight.full_tensor()  # type: ignore[attr-defined]
         train(model, BATCH(comm.rank, 2))
-        assert kept.shape == sharding_of(weight).shape  # type: ignore[union-attr]
-        assert not kept.requires_grad
+        assert whole.shape == sharding_of(weight).shape  # type: ignore[union-attr]
+        assert not whole.requires_grad
         assert sharded.clip_grad_norm_(1.0) > 0
 
     on_ranks(WORLD, BUILD, rank)

@@ -132,27 +132,27 @@ def test_an_average_of_the_parameters_is_kept_on_shards() -> None:
 
     def averages(model: nn.Module, change: Callable[[], None]) -> list[dict[str, Tensor]]:
         params = dict(model.named_parameters())
-        kept = [{n: p.detach().clone() for n, p in params.items()} for _ in range(4)]
+        averaged = [{n: p.detach().clone() for n, p in params.items()} for _ in range(4)]
         for _ in range(3):
             change()
             with torch.no_grad():
                 for name, param in params.items():
-                    kept[0][name].mul_(0.75).add_(param, alpha=0.25)
-                    kept[1][name].lerp_(param, 0.25)
-                    kept[2][name] -= 0.25 * (kept[2][name] - param)
-                torch._foreach_lerp_(list(kept[3].values()), list(params.values()), 0.25)
-        return kept
+                    averaged[0][name].mul_(0.75).add_(param, alpha=0.25)
+                    averaged[1][name].lerp_(param, 0.25)
+                    averaged[2][name] -= 0.25 * (averaged[2][name] - param)
+                torch._foreach_lerp_(list(averaged[3].values()), list(params.values()), 0.25)
+        return averaged
 
     def rank(comm: Comm, model: nn.Module) -> list[dict[str, Tensor]]:
         whole = averages(copy.deepcopy(model), lambda: None)
         sw.shard(model, comm=comm)
-        kept = averages(model, lambda: None)
-        for mine, expected in zip(kept, whole, strict=True):
+        averaged = averages(model, lambda: None)
+        for mine, expected in zip(averaged, whole, strict=True):
             for name, param in model.named_parameters():
                 sharding = sharding_of(param)
                 assert sharding is not None
                 assert torch.equal(local(mine[name]), sharding.cut(expected[name], param.shape))
-        return kept
+        return averaged
 
     on_ranks(3, Normed, rank)
 
@@ -160,7 +160,7 @@ def test_an_average_of_the_parameters_is_kept_on_shards() -> None:
 def test_metadata_is_that_of_the_shard() -> None:
     def rank(comm: Comm, model: nn.Module) -> int:
         sw.shard(model, comm=comm)
-        held = sum(param.shape.numel() for param in model.parameters())
+        numel = sum(param.shape.numel() for param in model.parameters())
         assert sum(p.numel() for p in model.parameters()) == count  # of the whole, as a sum is
         for param in model.parameters():
             assert isinstance(param, nn.Parameter)
@@ -181,7 +181,7 @@ def test_metadata_is_that_of_the_shard() -> None:
             assert type(param.detach()) is type(param.data) is ShardTensor
             assert type(local(param.data)) is Tensor
         assert len(model.get_parameter("linear.weight")) <= 40
-        return held
+        return numel
 
     count = sum(p.numel() for p in Normed().parameters())
     assert sum(on_ranks(3, Normed, rank)) == count

@@ -26,7 +26,7 @@ from tests.steps import assert_gradients
 
 
 class Product(torch.autograd.Function):
-    """As fused kernels are: one function for the product and its gradients."""
+    """A product as fused kernels are: one function for the product and its gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

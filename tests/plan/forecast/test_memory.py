@@ -99,8 +99,8 @@ def measured(
         for bucket in sharded.buckets:
             means = [bucket.gradients.mean.result]
             if not bucket.spec.in_host:
-                held = {*map(id, bucket.gradients.arrivals)}
-                means += [param.grad for param in bucket.params if id(param) not in held]
+                arrived = {*map(id, bucket.gradients.arrivals)}
+                means += [param.grad for param in bucket.params if id(param) not in arrived]
             yield from (mean for mean in means if mean is not None)
 
     def note(event: Event) -> None:
@@ -254,7 +254,7 @@ def test_a_process_keeps_what_each_pool_has_had_at_most() -> None:
 
 
 class Waves(nn.Module):
-    """Whose temporaries are as large as its rows, and whose output is not."""
+    """A module whose temporaries are as large as its rows, and whose output is not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,12 +73,12 @@ def kept(forward: Callable[[], Tensor]) -> int:
     """Bytes that are alive after a real forward pass and were not before."""
     gc.collect()  # else what other tests have left may be freed meanwhile
     with profile(use_kineto=False, profile_memory=True) as events:
-        held = forward()
-    assert held.requires_grad
+        output = forward()
+    assert output.requires_grad
     # The mean of squares keeps the memory in which it was computed.
-    unused: int = held.untyped_storage().nbytes() - held.nbytes
-    made: int = sum(event.self_cpu_memory_usage for event in events.function_events)
-    return made - unused
+    unused: int = output.untyped_storage().nbytes() - output.nbytes
+    allocated: int = sum(event.self_cpu_memory_usage for event in events.function_events)
+    return allocated - unused
 
 
 # ---- operations --------------------------------------------------------------------------------

@@ -159,11 +159,11 @@ def on_a_device_of(memory: float) -> Question:
 )
 def test_the_error_decides_what_is_promised(memory: float, status: int) -> None:
     chosen = Candidate("no_shard", 4)
-    needed = planner_of().forecast(chosen).memory.peak
-    verdict = ask(on_a_device_of(needed * memory), chosen, among=[Candidate("full_shard", 1)])
+    peak = planner_of().forecast(chosen).memory.peak
+    verdict = ask(on_a_device_of(peak * memory), chosen, among=[Candidate("full_shard", 1)])
     assert verdict.exit_code == status
     assert bool(verdict.fixes) is (status != 0)
-    assert all(fix.peak < needed for fix in verdict.fixes)
+    assert all(fix.peak < peak for fix in verdict.fixes)
     assert ("one thing at a time" in str(verdict)) is (status != 0)
 
 

@@ -31,13 +31,13 @@ def leave(unit: str, phase: Phase = Phase.FORWARD) -> Cue:
 
 def test_a_step_that_follows_gets_each_cues_events_in_order() -> None:
     cursor = Cursor("train", script())
-    taken: list[Event] = []
+    issued: list[Event] = []
     for cue in (*ORDER.forward, *ORDER.backward, END):
         step = cursor.match(cue)
         assert step is not None
-        taken += step.in_order()
+        issued += step.in_order()
     nbytes = {unit: UnitBytes(100, 100) for unit in "abc"}
-    assert tuple(taken) == events(ORDER, Policy(everywhere(placement_of("full_shard"))), nbytes)
+    assert tuple(issued) == events(ORDER, Policy(everywhere(placement_of("full_shard"))), nbytes)
     assert not cursor.improvised
     assert cursor.match(enter("a")) is None  # nothing comes after the end
     assert cursor.improvised
@@ -54,11 +54,11 @@ def test_from_the_first_surprise_on_there_is_no_answer() -> None:
 
 def test_what_really_happened_is_the_next_order() -> None:
     cursor = Cursor("train", script())
-    seen = [enter("a"), leave("a"), enter("c"), leave("c")]
+    forward = [enter("a"), leave("a"), enter("c"), leave("c")]
     back = [enter("c", Phase.BACKWARD), leave("c", Phase.BACKWARD)]
-    for cue in (*seen, *back, END):
+    for cue in (*forward, *back, END):
         cursor.match(cue)
-    assert cursor.changed_order() == Order(tuple(seen), tuple(back))
+    assert cursor.changed_order() == Order(tuple(forward), tuple(back))
 
 
 def test_a_cursor_without_a_script_has_ended_and_may_only_improvise() -> None:

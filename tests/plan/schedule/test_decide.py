@@ -506,8 +506,11 @@ def shown(events: Iterable[Event]) -> str:
 @pytest.mark.parametrize("name", DECIDED)
 def test_the_events_of_a_cue(name: str, strategy: str) -> None:
     facts, cue, upcoming, expected = DECIDED[name]
-    wanted = expected if isinstance(expected, str) else expected.get(strategy, expected[""])
-    assert shown(decide(Policy(everywhere(placement_of(strategy))), facts, cue, upcoming)) == wanted
+    shown_events = expected if isinstance(expected, str) else expected.get(strategy, expected[""])
+    assert (
+        shown(decide(Policy(everywhere(placement_of(strategy))), facts, cue, upcoming))
+        == shown_events
+    )
 
 
 def test_a_unit_is_loaded_and_joined_before_it_is_gathered_and_what_settles_is_stored() -> None:

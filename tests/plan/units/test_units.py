@@ -45,8 +45,8 @@ def named(units: Units, name: str) -> Unit:
 
 def assert_divided(model: nn.Module, units: Units) -> None:
     """Each parameter in one unit; no module with two; whoever reads one is inside its unit."""
-    held = Counter(member.param for unit in units for member in unit.members)
-    assert held == Counter(model.parameters())
+    counts = Counter(member.param for unit in units for member in unit.members)
+    assert counts == Counter(model.parameters())
     times_entered = Counter(module for unit in units for module in unit.modules)
     assert set(times_entered.values()) <= {1}
     assert len(set(names(units))) == len(units)
@@ -87,22 +87,22 @@ def test_names_aliases_and_owners_are_those_of_the_model(net: Net) -> None:
         assert len(set(member.owners)) == len(member.owners)
 
 
-def grow(chance: random.Random, depth: int, made: list[nn.Module]) -> nn.Module:
+def grow(chance: random.Random, depth: int, modules: list[nn.Module]) -> nn.Module:
     """A tree of lists, chains and layers that reuses modules and parameters at random."""
-    if made and chance.random() < 0.15:
-        return chance.choice(made)
+    if modules and chance.random() < 0.15:
+        return chance.choice(modules)
     if depth == 0:
         leaf = chance.choice([nn.Linear(3, 3), nn.LayerNorm(3), nn.ReLU(), nn.Embedding(5, 3)])
-        old = [m for m in made if isinstance(m, nn.Linear)]
+        old = [m for m in modules if isinstance(m, nn.Linear)]
         if isinstance(leaf, nn.Linear) and old and chance.random() < 0.5:
             leaf.weight = chance.choice(old).weight
-        made.append(leaf)
+        modules.append(leaf)
         return leaf
-    children = [grow(chance, depth - 1, made) for _ in range(chance.randint(1, 3))]
+    children = [grow(chance, depth - 1, modules) for _ in range(chance.randint(1, 3))]
     tree = nn.Sequential(*children) if chance.random() < 0.6 else nn.ModuleList(children)
     if chance.random() < 0.2:
         tree.register_parameter("own", nn.Parameter(torch.zeros(chance.randint(0, 4))))
-    made.append(tree)
+    modules.append(tree)
     return tree
 
 
@@ -112,8 +112,8 @@ def grow(chance: random.Random, depth: int, made: list[nn.Module]) -> nn.Module:
 )
 def test_any_tree_is_divided_whatever_is_picked(seed: int) -> None:
     chance = random.Random(seed)
-    made: list[nn.Module] = []
-    model = nn.Sequential(grow(chance, 3, made), grow(chance, 3, made))
+    modules: list[nn.Module] = []
+    model = nn.Sequential(grow(chance, 3, modules), grow(chance, 3, modules))
     called = [m for m in wrap.called_modules(model) if any(True for _ in m.parameters())]
     by_hand = wrap.by_hand(*chance.sample(called, chance.randint(0, len(called))))
     for rule in (None, by_hand, wrap.by_size(chance.randint(1, 30))):
@@ -179,8 +179,8 @@ def test_a_unit_has_what_no_nested_unit_claims() -> None:
     model = Decoder(depth=1, tied=False)
     units = choose_units(model, wrap.by_hand("blocks.0", "blocks.0.attention"))
     assert names(units) == ["", "blocks.0", "blocks.0.attention"]
-    held = inside(named(units, "blocks.0"))
-    assert {name.split(".")[2] for name in held} == {"norm1", "norm2", "mlp"}
+    members = inside(named(units, "blocks.0"))
+    assert {name.split(".")[2] for name in members} == {"norm1", "norm2", "mlp"}
 
 
 def test_a_unit_that_nested_ones_leave_empty_does_not_exist() -> None:

@@ -1,4 +1,4 @@
-"""The front door of forecasts: a model, a machine and what is already decided give a verdict."""
+"""The entry point of forecasts: a model, a machine and what is already decided give a verdict."""
 
 from __future__ import annotations
 
