@@ -48,9 +48,9 @@ class Written(TorchDispatchMode):
 
     def into(self, *tensors: Tensor) -> dict[str, int]:
         """Bytes by operator, written into the storages of ``tensors``."""
-        homes = {storage(tensor) for tensor in tensors}
+        storages = {storage(tensor) for tensor in tensors}
         nbytes_by_op: Counter[str] = Counter()
-        for (home, name), nbytes in self.nbytes.items():
-            if home in homes and nbytes:
+        for (key, name), nbytes in self.nbytes.items():
+            if key in storages and nbytes:
                 nbytes_by_op[name] += nbytes
         return dict(nbytes_by_op)

@@ -38,7 +38,7 @@ def everything(checkpoint: Path) -> dict[str, Tensor]:
 
 
 @dataclass
-class Story:
+class FaultyRun:
     """Two ranks that save, meet a fault, train on, and save again when it is over.
 
     Attributes:
@@ -57,7 +57,7 @@ class Story:
     errors: list[str] = field(default_factory=lambda: ["", ""])
     meanwhile: list[str] = field(default_factory=list)
 
-    def tell(self) -> None:
+    def start(self) -> None:
         on_ranks(2, DECODER.build, self._rank)
 
     def _rank(self, comm: Comm, model: nn.Module) -> None:
@@ -133,12 +133,12 @@ def fill(disk: Path, left: int) -> Callable[[], None]:
 def test_a_disk_without_room_is_found_before_anything_is_written(
     way: str, again: int, disk: Path
 ) -> None:
-    story = Story(disk, way, again, lambda: fill(disk, 102_400))
-    story.tell()
-    assert story.errors[0] == story.errors[1]
-    assert "this checkpoint needs 2" in story.errors[0]
-    assert f"{disk} has 96.0 KiB free, so it was not begun" in story.errors[0]
-    assert story.meanwhile == ["latest", "step-1"]
+    faulty = FaultyRun(disk, way, again, lambda: fill(disk, 102_400))
+    faulty.start()
+    assert faulty.errors[0] == faulty.errors[1]
+    assert "this checkpoint needs 2" in faulty.errors[0]
+    assert f"{disk} has 96.0 KiB free, so it was not begun" in faulty.errors[0]
+    assert faulty.meanwhile == ["latest", "step-1"]
     assert names(disk) == ["latest", "step-1", "step-3"]
 
 
@@ -163,12 +163,12 @@ def test_a_disk_that_fills_up_while_it_is_written(
 
         return over
 
-    story = Story(disk, way, again, fault)
-    story.tell()
-    assert story.errors[0] == story.errors[1]
-    assert "No space left on device" in story.errors[0]
-    assert "the disk is full: free space there, or choose another place" in story.errors[0]
-    assert story.meanwhile == ["latest", "step-1"]
+    faulty = FaultyRun(disk, way, again, fault)
+    faulty.start()
+    assert faulty.errors[0] == faulty.errors[1]
+    assert "No space left on device" in faulty.errors[0]
+    assert "the disk is full: free space there, or choose another place" in faulty.errors[0]
+    assert faulty.meanwhile == ["latest", "step-1"]
 
 
 # --- read-only, gone, in the way -------------------------------------------------------------
@@ -180,13 +180,13 @@ def test_a_disk_that_becomes_read_only(way: str, disk: Path) -> None:
         mounted(disk, "-o", "remount,ro")
         return lambda: mounted(disk, "-o", "remount,rw")
 
-    story = Story(disk, way, 2, fault)
-    story.tell()
-    assert story.errors[0] == story.errors[1]
+    faulty = FaultyRun(disk, way, 2, fault)
+    faulty.start()
+    assert faulty.errors[0] == faulty.errors[1]
     assert (
-        "it is mounted read-only: mount it for writing, or choose another place" in story.errors[0]
+        "it is mounted read-only: mount it for writing, or choose another place" in faulty.errors[0]
     )
-    assert story.meanwhile == ["latest", "step-1"]
+    assert faulty.meanwhile == ["latest", "step-1"]
 
 
 @pytest.mark.parametrize("point", ["folder made", "data synced", "all parts known"])
@@ -209,16 +209,16 @@ def test_a_folder_that_vanishes_while_it_is_written(
         listen(remove)
         return lambda: None
 
-    story = Story(tmp_path, way, 2, fault)
-    story.tell()
+    faulty = FaultyRun(tmp_path, way, 2, fault)
+    faulty.start()
     assert removed.is_set()
-    assert story.errors[0] == story.errors[1]
+    assert faulty.errors[0] == faulty.errors[1]
     assert (
-        ": there" in story.errors[0]
-        or "No such file or directory" in story.errors[0]
-        or ("does not show the folder" in story.errors[0])
+        ": there" in faulty.errors[0]
+        or "No such file or directory" in faulty.errors[0]
+        or ("does not show the folder" in faulty.errors[0])
     )
-    assert story.meanwhile == ["latest", "step-1"]
+    assert faulty.meanwhile == ["latest", "step-1"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -227,10 +227,10 @@ def test_a_file_in_the_way_stays(way: str, tmp_path: Path) -> None:
         (tmp_path / "step-2").write_text("mine")
         return lambda: None
 
-    story = Story(tmp_path, way, 2, fault)
-    story.tell()
-    assert story.errors[0] == story.errors[1]
-    assert "exists and is no checkpoint of shardwise, so it is left alone" in story.errors[0]
+    faulty = FaultyRun(tmp_path, way, 2, fault)
+    faulty.start()
+    assert faulty.errors[0] == faulty.errors[1]
+    assert "exists and is no checkpoint of shardwise, so it is left alone" in faulty.errors[0]
     assert (tmp_path / "step-2").read_text() == "mine"
 
 

@@ -9,7 +9,7 @@ from shardwise.cli.progress import reporter, working
 from shardwise.train.records import Built, Evaluated, Record, Resumed, Stepped, Warned
 
 
-def story(steps: int) -> list[Record]:
+def records_of(steps: int) -> list[Record]:
     walked = [Stepped(i + 1, steps, 5.0, 1e-3, 1.0, 100.0, 2**20, 1.0) for i in range(steps)]
     return [Warned("[bold]text[/]"), *walked, Evaluated(steps, 4.0, 0.1, 6.0, 9, 1.0)]
 
@@ -24,7 +24,7 @@ def printed(records: Iterable[Record], log_every: int, capsys: pytest.CaptureFix
 def test_a_log_gets_a_line_every_so_many_steps_and_the_first_and_last(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = printed(story(25), 10, capsys).splitlines()
+    lines = printed(records_of(25), 10, capsys).splitlines()
     assert [line.split("/")[0] for line in lines if "/25" in line] == [
         "step  1",
         "step 10",
@@ -38,7 +38,7 @@ def test_a_log_gets_a_line_every_so_many_steps_and_the_first_and_last(
 def test_a_log_holds_no_control_characters_and_no_wrapped_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = printed(story(3), 1, capsys)
+    text = printed(records_of(3), 1, capsys)
     assert "\x1b" not in text
     assert "\r" not in text
     assert len(text.splitlines()) == 5
@@ -66,7 +66,7 @@ def test_a_terminal_gets_a_moving_line_and_keeps_what_a_log_gets(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    text = printed(story(25), 10, capsys)
+    text = printed(records_of(25), 10, capsys)
     assert "\x1b[2K" in text  # a line was erased, to be written anew
     assert text.startswith("warning   [bold]text[/]")
     shown = [re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", line) for line in text.splitlines()]
@@ -82,7 +82,7 @@ def test_a_dumb_terminal_gets_the_lines_of_a_log(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
-    text = printed(story(25), 10, capsys)
+    text = printed(records_of(25), 10, capsys)
     assert "\x1b" not in text
     assert len(text.splitlines()) == 6
 
@@ -95,7 +95,7 @@ def test_a_terminal_is_restored_after_an_error(
 
     def interrupted() -> None:
         with reporter(1) as report:
-            report(story(5)[1])
+            report(records_of(5)[1])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

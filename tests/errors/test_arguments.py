@@ -23,7 +23,7 @@ SAVED, GIVEN = {"self", "path", "optimizer", "training"}, {"self", "sharded", "g
 READ = {"self", "path", "run", "optimizer", "optimizers"}
 FOUND = {"revision", "cache_dir", "dtype", "lora", "new_tokens", "quantization"}
 OF_FILES = {"init", "load_later"}  # which sw.hf.load() sets, and a trace has no use for
-FRONT_DOORS: list[tuple[Callable[..., Any], type, set[str]]] = [
+ENTRY_POINTS: list[tuple[Callable[..., Any], type, set[str]]] = [
     (sw.shard, Options, {"model", "strategy", "wrap", "comm", "use_orig_params"}),
     (sw.hf.load, Options, FOUND | {"source", "comm", "strategy", "wrap"} | OF_FILES),
     (sw.trace, Options, {"model", "inputs", "strategy", "ranks", "wrap"} | OF_FILES),
@@ -44,11 +44,11 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize(("door", "kind", "others"), FRONT_DOORS)
-def test_a_front_door_lists_the_fields_of_its_options(
-    door: Callable[..., Any], kind: type, others: set[str]
+@pytest.mark.parametrize(("entry_point", "kind", "others"), ENTRY_POINTS)
+def test_an_entry_point_lists_the_fields_of_its_options(
+    entry_point: Callable[..., Any], kind: type, others: set[str]
 ) -> None:
-    listed = {p.name: (p.annotation, p.default) for p in signature(door).parameters.values()}
+    listed = {p.name: (p.annotation, p.default) for p in signature(entry_point).parameters.values()}
     hidden = {name for name, (_, default) in listed.items() if name in ("kwargs", "options")}
     assert not hidden
     options = {item.name: (item.type, item.default) for item in fields(kind)}

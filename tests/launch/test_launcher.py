@@ -171,25 +171,25 @@ def test_everything_is_afterwards_as_it_was_before() -> None:
     assert now() == before
 
 
-# --- to be told ------------------------------------------------------------------------------
+# --- signals ---------------------------------------------------------------------------------
 
-# A rank that notes what it is told, and stops as it is asked to.
-EARS = """
+# A rank that notes the signals that it receives, and stops when it is to.
+RANK_WITH_HANDLERS = """
 import os, signal, sys, time
-rank, heard, launcher = os.environ["RANK"], [], os.getppid()
-def hear(number, frame):
-    heard.append(number)
+rank, received, launcher = os.environ["RANK"], [], os.getppid()
+def on_signal(number, frame):
+    received.append(number)
     with open(os.path.join(sys.argv[1], rank), "w") as file:
-        file.write(" ".join(str(int(number)) for number in heard))
+        file.write(" ".join(str(int(number)) for number in received))
 for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, hear)
+    signal.signal(number, on_signal)
 with open(os.path.join(sys.argv[1], "pid-" + rank), "w") as file:
     file.write(str(os.getpid()))
 open(os.path.join(sys.argv[1], rank), "w").close()
-while signal.SIGTERM not in heard and os.getppid() == launcher:
+while signal.SIGTERM not in received and os.getppid() == launcher:
     time.sleep(0.01)
-if len(sys.argv) > 2:  # it does not end before it is told so twice
-    while signal.SIGINT not in heard and os.getppid() == launcher:
+if len(sys.argv) > 2:  # it does not end before two signals
+    while signal.SIGINT not in received and os.getppid() == launcher:
         time.sleep(0.01)
 sys.exit(75)
 """
@@ -209,8 +209,8 @@ both_kinds = pytest.mark.parametrize("launcher_code", [LAUNCHER, FORKING], ids=[
 
 @contextmanager
 def launched(code: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher of two ranks with ears, when both have them; afterwards all are gone."""
-    command = python(code, EARS, str(folder), *arguments)
+    """A launcher of two ranks, when both have signal handlers; afterwards all have ended."""
+    command = python(code, RANK_WITH_HANDLERS, str(folder), *arguments)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as launcher:
         try:
             wait_for(lambda: len(list(folder.iterdir())) == 4)
@@ -226,7 +226,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def both_heard(folder: Path, *numbers: int) -> bool:
+def both_received(folder: Path, *numbers: int) -> bool:
     expected = " ".join(str(int(number)) for number in numbers)
     return [(folder / rank).read_text() for rank in ("0", "1")] == [expected, expected]
 
@@ -238,10 +238,12 @@ def test_a_signal_to_save_and_one_to_stop_reach_every_rank(
 ) -> None:
     with launched(launcher_code, tmp_path) as launcher:
         launcher.send_signal(signal.SIGUSR1)
-        wait_for(lambda: both_heard(tmp_path, signal.SIGUSR1))  # two at once come in either order
+        wait_for(
+            lambda: both_received(tmp_path, signal.SIGUSR1)
+        )  # two at once come in either order
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(200) == EXIT_STOPPED == 75
-    assert both_heard(tmp_path, signal.SIGUSR1, signal.SIGTERM)
+    assert both_received(tmp_path, signal.SIGUSR1, signal.SIGTERM)
 
 
 @both_kinds
@@ -251,11 +253,11 @@ def test_the_first_interrupt_asks_to_stop_and_the_second_interrupts(
 ) -> None:
     with launched(launcher_code, tmp_path, "twice") as launcher:
         launcher.send_signal(signal.SIGINT)
-        wait_for(lambda: both_heard(tmp_path, signal.SIGTERM))
+        wait_for(lambda: both_received(tmp_path, signal.SIGTERM))
         assert launcher.poll() is None
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(200) == EXIT_STOPPED
-    assert both_heard(tmp_path, signal.SIGTERM, signal.SIGINT)
+    assert both_received(tmp_path, signal.SIGTERM, signal.SIGINT)
 
 
 NOTED = """

@@ -57,7 +57,7 @@ def test_what_is_ignored_from_outside_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_launcher_may_hide_the_signal_to_save_until_there_are_ears() -> None:
+def test_a_launcher_may_hide_the_signal_to_save_until_there_are_handlers() -> None:
     requests: list[str] = []
     with signal_handlers({signal.SIGUSR1: signal.SIG_IGN}):
         send(signal.SIGUSR1)

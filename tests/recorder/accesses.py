@@ -23,7 +23,7 @@ __all__ = ["Accesses", "Life"]
 class Life:
     """Memory from its allocation until it is freed."""
 
-    home: Stream  # that has allocated it
+    owner: Stream  # that has allocated it
     is_host: bool
     written: Stamp | None = None  # last
     reads: dict[str, Stamp] = field(default_factory=dict)  # the last of each stream since then
@@ -55,9 +55,9 @@ class Accesses:
             life = self.lives.get(storage_key(tensor))
         return life is not None and life.is_host
 
-    def begin(self, tensor: Tensor, home: Stream, is_host: bool, stamp: Stamp) -> None:
+    def begin(self, tensor: Tensor, owner: Stream, is_host: bool, stamp: Stamp) -> None:
         """Memory was allocated and, perhaps, written."""
-        self._track(storage_key(tensor), tensor.untyped_storage(), Life(home, is_host, stamp))
+        self._track(storage_key(tensor), tensor.untyped_storage(), Life(owner, is_host, stamp))
 
     def _track(self, key: int, storage: UntypedStorage, life: Life) -> None:
         self.lives[key] = life
@@ -67,7 +67,7 @@ class Accesses:
     def _allocate(self, life: Life, nbytes: int) -> None:
         life.nbytes = nbytes
         if nbytes and not life.is_host:
-            life.block = self.allocator.allocate(nbytes, life.home.name)
+            life.block = self.allocator.allocate(nbytes, life.owner.name)
 
     def pin(self, tensor: Tensor) -> None:
         """Memory of the host was asked for that copies may use."""
@@ -103,7 +103,7 @@ class Accesses:
             self._track(storage._cdata, storage, life)
         if storage.nbytes():
             self._end(life)
-        life.home, life.written, life.reads = stream, stream.stamp("refill"), {}
+        life.owner, life.written, life.reads = stream, stream.stamp("refill"), {}
         self._free(life)
         self._allocate(life, nbytes)
 
@@ -117,13 +117,13 @@ class Accesses:
     def _end(self, life: Life) -> None:
         if self.ends or life.is_host:
             return
-        stamp = life.home.stamp("free")
+        stamp = life.owner.stamp("free")
         for other in life.earlier():
-            if not life.home.clock.knows(other):
+            if not life.owner.clock.knows(other):
                 self._fault("frees", stamp, life, other)
 
     def _fault(self, verb: str, stamp: Stamp, life: Life, other: Stamp) -> None:
         self.faults.append(
-            f"{stamp.what} ({stamp.stream}) {verb} {life.nbytes} bytes of {life.home} and has not "
+            f"{stamp.what} ({stamp.stream}) {verb} {life.nbytes} bytes of {life.owner} and has not "
             f"waited for {other.what} ({other.stream})"
         )

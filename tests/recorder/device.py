@@ -330,7 +330,7 @@ class _Issued(TorchDispatchMode):
             kept = [
                 t
                 for t, life in zip(tensors, lives, strict=True)
-                if life.is_host or life.home is stream
+                if life.is_host or life.owner is stream
             ]
             stream.give(kept.clear)
 

@@ -61,8 +61,8 @@ class _TrainCommand(click.Command):
         sections: dict[str, list[str]] = {}
         for key in keys():
             line = f"  {key.name}: {json.dumps(key.default)}"
-            is_told = all(word in key.sentence or word == key.default for word in key.values)
-            text = key.sentence if is_told else f"{key.sentence}; one of {', '.join(key.values)}"
+            listed = all(word in key.sentence or word == key.default for word in key.values)
+            text = key.sentence if listed else f"{key.sentence}; one of {', '.join(key.values)}"
             lines = wrap(text, formatter.width, initial_indent=f"{line:<36}  ", **_INDENT)
             sections.setdefault(key.name.split(".")[0], []).extend(lines)
         blocks = ("\b\n" + "\n".join(block) for block in sections.values())  # click keeps the lines

@@ -144,19 +144,19 @@ def _examine(comm: Comm, path: Path) -> None:
     name, backend = device_name(comm.device), load_backend(row(comm.device)).name
     rank_devices = all_gather_object(comm, str(comm.device), "devices")
     page = _Page(comm.rank == 0)
-    page.tell(f"shardwise {__version__}, torch {torch.__version__}, {platform.platform()}")
-    page.tell(f"{comm.size} ranks on {name} over {backend}, by {type(comm).__name__}")
-    page.tell(", ".join(f"rank {rank} → {device}" for rank, device in enumerate(rank_devices)))
+    page.print(f"shardwise {__version__}, torch {torch.__version__}, {platform.platform()}")
+    page.print(f"{comm.size} ranks on {name} over {backend}, by {type(comm).__name__}")
+    page.print(", ".join(f"rank {rank} → {device}" for rank, device in enumerate(rank_devices)))
     results: dict[str, Result] = {}
     for result in conform(comm):
         results[result.name] = result
-        page.tell(_result_line(result))
+        page.print(_result_line(result))
     wrong = [name for name in CHECKS if name not in results or not results[name].passed]
-    page.tell(f"{len(CHECKS) - len(wrong)} of {len(CHECKS)} checks passed")
+    page.print(f"{len(CHECKS) - len(wrong)} of {len(CHECKS)} checks passed")
     costs = list[StepCost]()
     for cost in step_costs(comm) if not wrong else ():
         costs.append(cost)
-        page.tell(_cost_line(cost))
+        page.print(_cost_line(cost))
     if comm.rank == 0:
         facts = {
             **_facts(packages()),
@@ -171,7 +171,7 @@ def _examine(comm: Comm, path: Path) -> None:
         }
         _write(path, facts)
         text = path.with_suffix(".txt")
-        page.tell(f"written   {path} and {text}")
+        page.print(f"written   {path} and {text}")
         text.write_text("\n".join([*page.lines, ""]), "utf-8")
     if wrong:
         raise ShardwiseError(
@@ -184,11 +184,11 @@ def _examine(comm: Comm, path: Path) -> None:
 class _Page:
     """Lines that one rank prints and keeps. Final."""
 
-    is_told: bool
+    prints: bool
     lines: list[str] = field(default_factory=list)
 
-    def tell(self, line: str) -> None:
-        if self.is_told:
+    def print(self, line: str) -> None:
+        if self.prints:
             self.lines.append(line)
             click.echo(line)
 

@@ -51,7 +51,7 @@ def run_doctor_nodes(options: NodesOptions, output: Path | None) -> None:
     try:
         recipe = flatten(read_recipe(options.recipe).model_dump()) if options.recipe else {}
         keys = {name: str(value) for name, value in recipe.items()}
-        report = examine(launch, options.timeout, options.folder, _tell, keys)
+        report = examine(launch, options.timeout, options.folder, _print_findings, keys)
         _show(report, launch, output or RESULT)
     except ShardwiseError as error:
         if write_error_file(error):
@@ -84,7 +84,7 @@ def _variables(options: NodesOptions) -> dict[str, str] | None:
     }
 
 
-def _tell(findings: Sequence[Finding]) -> None:
+def _print_findings(findings: Sequence[Finding]) -> None:
     for finding in findings:
         click.echo(_text(finding))
 
@@ -98,7 +98,7 @@ def _show(report: Report, launch: Launch, path: Path) -> None:
     """Print and write what was found, on rank 0; the others say where it is."""
     problems = [finding.what for finding in report.findings if finding.stops]
     if launch.rank == 0:
-        _tell(report.findings)
+        _print_findings(report.findings)
         click.echo("\n".join(["", *_node_lines(report), "", *_link_lines(report)]))
         path.write_text(json.dumps(report.as_json(), indent=2) + "\n", "utf-8")
         use = f": shardwise plan --machines {path} --link measured …" if report.links else ""

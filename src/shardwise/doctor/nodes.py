@@ -66,11 +66,15 @@ class Report(NamedTuple):
 
 
 NO_RECIPE: Mapping[str, str] = {}
-Tell = Callable[[Sequence[Finding]], None]
+OnFindings = Callable[[Sequence[Finding]], None]
 
 
 def examine(
-    launch: Launch, timeout: float, folder: Path, tell: Tell, recipe: Mapping[str, str] = NO_RECIPE
+    launch: Launch,
+    timeout: float,
+    folder: Path,
+    on_findings: OnFindings,
+    recipe: Mapping[str, str] = NO_RECIPE,
 ) -> Report:
     """Examine all nodes. Every rank of the launch calls it; one of each host measures.
 
@@ -78,7 +82,7 @@ def examine(
         launch: with an address.
         timeout: seconds that the ranks have to meet.
         folder: in which runs lie.
-        tell: called with what is found before the nodes have met.
+        on_findings: called with what is found before the nodes have met.
         recipe: its keys and their values here, which are compared.
 
     Raises:
@@ -87,9 +91,9 @@ def examine(
     """
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     seen = meets(launch, serves, os.environ)
-    tell(findings_before(seen))
+    on_findings(findings_before(seen))
     if not serves and (why := _unreached(launch)):
-        tell([unreached(seen, why)])
+        on_findings([unreached(seen, why)])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     meeting = Meeting(launch, serves, timeout, attempt)  # rank 0's store ends with it
     try:

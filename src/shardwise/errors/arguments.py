@@ -23,7 +23,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 T = TypeVar("T")
 
 _CALLS = {"Options": "shard strategy wrap comm", "SaveOptions": "save", "LoadOptions": "load"}
-"""The front doors whose options are the fields of a dataclass, and what else they take."""
+"""The entry points whose options are the fields of a dataclass, and what else they take."""
 
 _NUMBERS: dict[object, type] = {int: Integral, float: Real}
 _WORDS = {"int": "whole number", "float": "number", "str": "string", "dtype": "torch.dtype"}

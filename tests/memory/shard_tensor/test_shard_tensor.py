@@ -41,7 +41,7 @@ def trained(comm: Comm, model: nn.Module, strategy: str = "full_shard") -> sw.Sh
 
 
 def gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those of a scalar, of rows that are cut, of elements that are cut, and of one rank's alone."""
+    """Those of a scalar, of rows and of elements that are cut, and of one rank's alone."""
     for name in ("temperature", "project.weight", "blocks.0.rows", "head.bias"):
         gradient = model.get_parameter(name).grad
         assert gradient is not None

@@ -199,7 +199,7 @@ def test_rows_that_ranks_cannot_share_are_refused() -> None:
         ("8xH100", {"hosts": 0}, "hosts is 0; it is a number from 1 on"),
     ],
 )
-def test_the_front_door_is_called_plan(machine: str, options: dict[str, Any], fact: str) -> None:
+def test_the_entry_point_is_called_plan(machine: str, options: dict[str, Any], fact: str) -> None:
     import shardwise as sw
 
     with pytest.raises(ConfigError, match=fact):
