@@ -62,6 +62,15 @@ def test_a_vocabulary_is_one_that_a_tokenizer_can_have() -> None:
         Recipe.model_validate({"tokenizer": {"vocabulary": 2**70}})
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [{"optimizer": {"schedule": []}}, {"model": {"from": "x", "quantization": {"bits": [4]}}}],
+)
+def test_a_list_in_a_words_place_is_refused(tree: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="Input should be "):
+        Recipe.model_validate(tree)
+
+
 def test_weights_are_read_as_floating_point_numbers() -> None:
     with pytest.raises(ValidationError, match=r"float32.*bfloat16"):
         Recipe.model_validate({"model": {"from": "x", "dtype": "int8"}})

@@ -12,7 +12,9 @@ from shardwise.recipe.section import Section
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
-Bits = Annotated[Literal[4, 8], BeforeValidator(lambda value: {"4": 4, "8": 8}.get(value, value))]
+Bits = Annotated[
+    Literal[4, 8], BeforeValidator(lambda value: {"4": 4, "8": 8}.get(str(value), value))
+]
 OF_4_BITS = ("type", "double", "compute")
 
 

@@ -64,7 +64,9 @@ class OptimizerConfig(Section):
     @classmethod
     def _constant_is_constant(cls, value: object) -> object:
         return (
-            _CONSTANT.get(value.get("schedule"), {}) | value if isinstance(value, dict) else value
+            _CONSTANT.get(str(value.get("schedule")), {}) | value
+            if isinstance(value, dict)
+            else value
         )
 
     @model_validator(mode="after")
