@@ -45,6 +45,25 @@ def test_a_gated_model_says_where_its_terms_are_accepted(monkeypatch: pytest.Mon
         locate("owner/name")
 
 
+def test_a_download_that_breaks_off_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object, **__: object) -> str:
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    with pytest.raises(ConfigError, match=r"RuntimeError: timed out\. Check .* start again: what came is"):
+        locate("owner/broken")
+
+
+def test_the_hub_is_asked_once_by_a_run_though_its_branch_may_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commits = iter(["/cache/first", "/cache/second"])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: next(commits))
+    assert [locate("owner/moving", "main") for _ in range(2)] == [Path("/cache/first")] * 2
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [

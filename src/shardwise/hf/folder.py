@@ -6,6 +6,7 @@ library, whose environment variables hold: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,11 +49,19 @@ def locate(
         return path.absolute()
     if path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1:
         raise ConfigError(f"there is no folder {path}; a name on the hub is like owner/name.")
+    with _errors_of_the_hub(str(source), revision):
+        return _fetched(str(source), revision, cache, tuple(patterns))
+
+
+@functools.cache
+def _fetched(
+    name: str, revision: str | None, cache: str | Path | None, patterns: Sequence[str]
+) -> Path:
+    """Fetch once: a run's saves ask no network, and get no later commit of its branch."""
     from huggingface_hub import snapshot_download
 
     options: Any = {"revision": revision, "cache_dir": cache, "allow_patterns": list(patterns)}
-    with _errors_of_the_hub(str(source), revision):
-        return Path(snapshot_download(str(source), **options))
+    return Path(snapshot_download(name, **options))
 
 
 def dtype_on_hub(name: str, revision: str | None) -> str:
@@ -89,15 +98,13 @@ def _errors_of_the_hub(name: str, revision: str | None) -> Iterator[None]:
             "HF_HUB_OFFLINE is set, or there is no network. Name a local folder; or run `hf "
             f"download {name}` where there is a network, and take the cache (HF_HOME) with you."
         ) from error
-    except (
-        errors.HfHubHTTPError,
-        errors.HFValidationError,
-        errors.NotASafetensorsRepoError,
-    ) as error:
+    except Exception as error:
+        said = getattr(error, "server_message", None) or str(error).strip() or repr(error)
+        why = f"{type(error).__name__}: {said.splitlines()[-1].rstrip('.')}"
         raise ConfigError(
-            f"{of} is no folder here, and was not fetched from the hub: "
-            f"{str(error).strip().splitlines()[-1]} Check the name and the revision; a private one "
-            "needs `hf auth login`, or HF_TOKEN."
+            f"{of} is no folder here, and was not fetched from the hub: {why}. Check the name and "
+            "the revision; a private one needs `hf auth login`, or HF_TOKEN. Where the network "
+            "failed, start again: what came is kept."
         ) from error
 
 
