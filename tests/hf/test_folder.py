@@ -52,7 +52,9 @@ def test_a_download_that_breaks_off_is_an_error_that_says_so(
         raise RuntimeError("timed out")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
-    with pytest.raises(ConfigError, match=r"RuntimeError: timed out\. Check .* start again: what came is"):
+    with pytest.raises(
+        ConfigError, match=r"RuntimeError: timed out\. Check .* start again: what came is"
+    ):
         locate("owner/broken")
 
 

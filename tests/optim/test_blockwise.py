@@ -58,11 +58,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: nets.Batch) -
 
 @cache
 def one_process(
-    ranks: Sequence[int], steps: int = 3
+    ranks: Sequence[int], steps: int = 3, kind: str = "AdamW8bit"
 ) -> tuple[list[dict[str, Tensor]], dict[str, dict[str, Any]]]:
     """The states of a plain model after each step on the ranks' batches, and its optimizer's."""
     model, states = seeded(net), []
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, kind)
     for number in range(steps):
         gradients = averaged(model, train, [batch(number, rank) for rank in ranks])
         for name, param in model.named_parameters():
@@ -110,6 +110,20 @@ def test_ranks_equal_one_process_bit_for_bit(
         assert_parts(model, optimizer, whole)
 
     on_ranks(world, net, rank)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "PagedAdamW32bit"])
+def test_in_32_bits_shards_may_be_cut_anywhere(kind: str) -> None:
+    expected, _ = one_process((0, 1, 2), kind=kind)
+
+    def rank(comm: Comm, model: nn.Module) -> None:
+        sw.shard(model, comm=comm)
+        optimizer = optimizer_of(model, kind)
+        for number, after in enumerate(expected):
+            step(model, optimizer, batch(number, comm.rank))
+            assert equal(model.state_dict(), after)
+
+    on_ranks(3, net, rank)
 
 
 def test_a_shard_is_quantised_if_the_whole_parameter_would_be() -> None:

@@ -20,15 +20,15 @@ from shardwise.memory.parameters import Bucket
 from shardwise.memory.sharding import sharding_of
 from shardwise.memory.whole import gather_parts
 
+ADAMW = "bitsandbytes.optim.adamw"  # by name, so that none has to be imported
 SCALES = frozenset({"absmax1", "absmax2"})  # one for each block
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # what the 256 codes mean; in no checkpoint
 
 
 def is_blockwise(optimizer: Any) -> bool:
     """Is it bitsandbytes' ``AdamW8bit``, or ``AdamW(optim_bits=8)``, which transformers makes?"""
-    # By name, so that none has to be imported.
-    modules = {kind.__module__ for kind in type(optimizer).__mro__}
-    return "bitsandbytes.optim.adamw" in modules and optimizer.args.optim_bits == 8
+    is_adamw = any(kind.__module__ == ADAMW for kind in type(optimizer).__mro__)
+    return is_adamw and optimizer.args.optim_bits == 8
 
 
 def block_of(key: str) -> int:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from shardwise.errors import OptimizerError
 from shardwise.memory.shard_tensor.adapter_order import check_optimizer
 from shardwise.memory.sharding import Sharding, sharding_of
-from shardwise.optim.blockwise import check_blocks, is_blockwise
+from shardwise.optim.blockwise import ADAMW, check_blocks, is_blockwise
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -71,9 +71,8 @@ def _not_elementwise(kind: type[Optimizer], split: Sequence[Sharding], held: int
         base = next((base for base in kind.__mro__ if base in ELEMENTWISE), kind)
         for own in own_steps(kind, base)[:1]:
             advice += f", since it has a {own}() of its own and not that of {base.__name__}"
-        advice += (
-            f". If it does, and takes no norm or sum of a parameter: `{name}.elementwise = True`"
-        )
+        vouched = f"`{name}.elementwise = True`"
+        advice += f". If it does, and takes no norm or sum of a parameter: {vouched}"
     instead = _INSTEAD.get(name, "an elementwise optimizer such as torch.optim.AdamW")
     return (
         f"{name} cannot step on shards ({len(split)} of {held} parameters are "
@@ -89,7 +88,7 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
     Nor is one with its own helper of that ``step``, such as torch's ``_init_group``.
     """
     for base in (base for base in kind.__mro__ if issubclass(base, Optimizer)):
-        if base in ELEMENTWISE or "elementwise" in vars(base):
+        if base in ELEMENTWISE or base.__module__ == ADAMW or "elementwise" in vars(base):
             return not own_steps(kind, base) and bool(vars(base).get("elementwise", True))
     return False
 
