@@ -82,3 +82,15 @@ def test_gradients_of_several_models_are_clipped_together(alone: Any) -> None:
     assert accelerator.clip_grad_norm_(params, 1.0) == pytest.approx(12**0.5)
     assert accelerator.clip_grad_norm_(models[0].parameters(), 9.0) == pytest.approx(0.5**0.5)
     assert accelerator.clip_grad_norm_([], 1.0) == 0
+
+
+def test_hooks_of_save_state_that_get_no_models_are_reported(
+    tmp_path: Path, alone: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model(nn.Linear(2, 2))
+    given: list[list[nn.Module]] = []
+    accelerator.register_save_state_pre_hook(lambda models, *_: given.append([*models]))
+    accelerator.save_state(str(tmp_path / "state"))
+    assert given == [[]]
+    assert "hooks of save_state() get no models and no weights" in caplog.text

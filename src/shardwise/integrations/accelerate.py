@@ -146,6 +146,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: str | None = None, **options: Any) -> str:
         """Save as accelerate does, with a sharded checkpoint of each model. A collective."""
+        if self._save_model_state_pre_hook:
+            log.warning(
+                "hooks of save_state() get no models and no weights: each model is stored in "
+                "parts, in model-0 and so on. Write other files of it after save_state(), from "
+                "accelerator.get_state_dict(model), which every rank calls."
+            )
         with self._without_models() as models:
             folder: str = super().save_state(output_dir, **options)
         for number, (sharded, optimizers) in enumerate(models):
