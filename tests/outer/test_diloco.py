@@ -51,7 +51,7 @@ class Worker(NamedTuple):
     def outer(
         self, sharded: sw.Sharded, optimizer: torch.optim.Optimizer, **options: Any
     ) -> DiLoCo:
-        settings: dict[str, Any] = {"every": 4, "patience": 2.0, "timeout": 20.0, **options}
+        settings: dict[str, Any] = {"every": 4, "patience": 10.0, "timeout": 30.0, **options}
         return sw.DiLoCo(sharded, optimizer, workers=self.addresses, worker=self.number, **settings)
 
     def steps(
@@ -358,7 +358,7 @@ def test_unlike_workers_are_refused_by_name(caplog: pytest.LogCaptureFixture) ->
     def run(worker: Worker) -> str:
         _, sharded, optimizer = worker.model()
         if worker.number == 0:
-            outer = worker.outer(sharded, optimizer, timeout=1.0)
+            outer = worker.outer(sharded, optimizer, timeout=1.0, patience=2.0)
             outer.close()
             return ""
         with pytest.raises(RanksDisagree) as refused:
