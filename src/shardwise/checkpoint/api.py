@@ -18,9 +18,9 @@ from shardwise.checkpoint.one_file import SavedFile, save_one_file
 from shardwise.checkpoint.optimizer_state import Given
 from shardwise.checkpoint.optimizer_state_dict import optimizer_state, put_optimizer_state
 from shardwise.checkpoint.options import (
-    Asked,
     Loaded,
     LoadOptions,
+    MakeRequest,
     Saved,
     SaveOptions,
     SaveRequest,
@@ -61,9 +61,9 @@ def save(
     Raises:
         ConfigError, CheckpointError: on every rank alike; what was under ``path`` before still is.
     """
-    asked = _save_request(self, "save()", locals())
+    make_request = _save_request(self, "save()", locals())
     self._background.wait_pending()
-    return writing.save(self, asked)
+    return writing.save(self, make_request)
 
 
 @named
@@ -92,15 +92,15 @@ def save_async(
         The running save: call its ``wait()`` before the process ends. ``None`` if the previous
         save is still being written and ``when_busy`` is ``"skip"``.
     """
-    asked = _save_request(self, "save_async()", locals())
-    saving: Saving | None = self._background.save(self, asked, path, when_busy == "skip")
+    make_request = _save_request(self, "save_async()", locals())
+    saving: Saving | None = self._background.save(self, make_request, path, when_busy == "skip")
     return saving
 
 
-def _save_request(sharded: ShardedModel, call: str, given: Mapping[str, Any]) -> Asked:
+def _save_request(sharded: ShardedModel, call: str, given: Mapping[str, Any]) -> MakeRequest:
     optimizers = sharded.admitted(f"{call} was called", given["optimizer"])
 
-    def asked() -> SaveRequest:
+    def make_request() -> SaveRequest:
         options = taken(SaveOptions, given)
         if options.kind == "full" and call == "save_async()":
             raise ConfigError(
@@ -110,7 +110,7 @@ def _save_request(sharded: ShardedModel, call: str, given: Mapping[str, Any]) ->
         background = call == "save_async()"
         return SaveRequest(given["path"], optimizers, given["training"], options, background)
 
-    return asked
+    return make_request
 
 
 @named

@@ -31,7 +31,7 @@ from shardwise.checkpoint.collectives import (
 )
 from shardwise.checkpoint.disk import explained, host, text_of
 from shardwise.checkpoint.failpoints import hit
-from shardwise.checkpoint.options import Asked, Saved
+from shardwise.checkpoint.options import MakeRequest, Saved
 from shardwise.checkpoint.save import Task, begin, check_shared, finish, give_up
 from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.writer import Part, Writer
@@ -247,7 +247,9 @@ class Background:
         self._ranks_here = 0  # of this host; 0: not counted yet
         self.loaded_token = ""  # of the checkpoint that was loaded last, which no save removes
 
-    def save(self, sharded: ShardedModel, asked: Asked, path: object, skips: bool) -> Saving | None:
+    def save(
+        self, sharded: ShardedModel, make_request: MakeRequest, path: object, skips: bool
+    ) -> Saving | None:
         """Start to save; ``None`` if one is under way and this one ``skips``."""
         comm = sharded.comm
         if skips and not self.check():
@@ -257,7 +259,7 @@ class Background:
         self.wait_pending()
         if not self._ranks_here:
             self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
-        task = begin(sharded, asked)
+        task = begin(sharded, make_request)
         budget = task.request.options.snapshot_bytes or budget_of(self._ranks_here)
         pool = Pool(budget, pinned=comm.device.type != "cpu")
         saving = Saving(task, comm, pool, Watched(sharded, task.request.optimizers))

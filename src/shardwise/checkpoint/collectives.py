@@ -1,4 +1,4 @@
-"""Short values that ranks tell each other: over their comm, or through files in a folder.
+"""Short values that ranks send each other: over their comm, or through files in a folder.
 
 A save in the background must not use the comm, since the steps do; there, every rank leaves a file
 beside the data, and rank 0 looks for them.
@@ -76,8 +76,9 @@ def run_on_rank_0(comm: Comm, what: str, act: Callable[[], T]) -> T:
 
     Raises as ``raise_on_all`` does.
     """
-    _, told = agreed(comm, what, act if comm.rank == 0 else lambda: None, tell=lambda told: told)
-    return cast("T", told[0])
+    on_rank_0 = act if comm.rank == 0 else lambda: None
+    _, results = agreed(comm, what, on_rank_0, share=lambda result: result)
+    return cast("T", results[0])
 
 
 def raise_on_all(comm: Comm, what: str, act: Callable[[], T]) -> T:
@@ -95,13 +96,13 @@ def agreed(
     what: str,
     act: Callable[[], T],
     facts: Callable[[T], Mapping[str, str]] = lambda _: {},
-    tell: Callable[[T], Any] = lambda _: None,
+    share: Callable[[T], Any] = lambda _: None,
 ) -> tuple[T, list[Any]]:
-    """The result of ``act()``, and what each rank tells of its own. A collective: one gather.
+    """The result of ``act()``, and what each rank shares of its own. A collective: one gather.
 
     Args:
         facts: of the result, alike on all ranks.
-        tell: of the result, what JSON can write.
+        share: of the result, what JSON can write.
 
     Raises:
         CheckpointError: a fact differs; the ranks can go on together, unlike after ``comm.agree``.
@@ -109,17 +110,17 @@ def agreed(
     """
     result: list[T] = []
     failure: Exception | None = None
-    outcome, digest, told = ("", ""), "", None
+    outcome, digest, shared = ("", ""), "", None
     try:
         result.append(act())
-        text, told = json.dumps(dict(facts(result[0]))), tell(result[0])
+        text, shared = json.dumps(dict(facts(result[0]))), share(result[0])
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]  # a row is to fit in ``FIRST``
     except RanksDisagree:  # after it no collective works
         raise
     except Exception as error:  # noqa: BLE001 - raised again, on all ranks
         kind = type(error) if isinstance(error, ShardwiseError) else CheckpointError
         failure, outcome = error, (kind.__name__, text_of(error))
-    rows = all_gather_object(comm, (*outcome, digest, told), what)
+    rows = all_gather_object(comm, (*outcome, digest, shared), what)
     if kinds := {kind for kind, *_ in rows if kind}:
         texts = {rank: text for rank, (kind, text, *_) in enumerate(rows) if kind}
         error_class = getattr(errors, kinds.pop() if len(kinds) == 1 else "", CheckpointError)
@@ -132,7 +133,7 @@ def agreed(
             + "\nNothing was written. Pass the same on every rank; what differs by rank belongs in "
             "Training(local=...)."
         )
-    return result[0], [told for *_, told in rows]
+    return result[0], [shared for *_, shared in rows]
 
 
 def joined_message(failed: Mapping[int, str], world: int) -> str:

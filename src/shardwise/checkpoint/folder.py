@@ -321,7 +321,7 @@ def remove_stale_partials(run: Path) -> list[str]:
     A partial folder stays while a live process writes it. A replaced checkpoint gets its name back
     if its successor never got it.
     """
-    gone = []
+    removed = []
     for one in leftovers(run) if run.is_dir() else []:
         if one.is_lost:
             one.path.rename(one.path.with_name(one.name))
@@ -329,12 +329,12 @@ def remove_stale_partials(run: Path) -> list[str]:
             if one.kind != "removing" and (successor := one.path.with_name(one.name)).is_dir():
                 _carry(one.path, successor)
             shutil.rmtree(one.path, ignore_errors=True)
-            gone.append(one.path.name)
+            removed.append(one.path.name)
     for path in sorted(run.iterdir()) if run.is_dir() else []:
         if _UNFINISHED.fullmatch(path.name):
             path.unlink(missing_ok=True)
-            gone.append(path.name)
-    return gone
+            removed.append(path.name)
+    return removed
 
 
 def mark_broken(path: Path) -> Path:

@@ -92,8 +92,8 @@ def match(
         if (kind := _misfit(tensor, dtype, shape)) in (None, "cast"):
             pairs[name] = stored_name
         if kind is not None:
-            ours, theirs = (shape, tensor.shape) if kind == "misshapen" else (dtype, tensor.dtype)
-            misfits[kind][name] = f"{name}: stored as {theirs}, the model has {ours}"
+            pair = (tensor.shape, shape) if kind == "misshapen" else (tensor.dtype, dtype)
+            misfits[kind][name] = "{}: stored as {}, the model has {}".format(name, *pair)
     misfits["unexpected"] = {
         n: f"{n}: stored, and the model has no such name" for n in stored if n not in known
     }
@@ -356,8 +356,8 @@ def _stateful(
         return [], ["training state: none is stored"]
     fitting: list[tuple[Stateful, Any]] = []
     problems: list[str] = []
-    asked = (("scheduler", training.scheduler, reordered), ("scaler", training.scaler, ()))
-    for name, owner, unlike in asked:
+    owners = (("scheduler", training.scheduler, reordered), ("scaler", training.scaler, ()))
+    for name, owner, unlike in owners:
         state, kind = getattr(document, name), document.classes.get(name)
         if owner is None:
             continue

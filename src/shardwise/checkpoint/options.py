@@ -106,7 +106,7 @@ class SaveRequest:
     background: bool = False  # forward passes change buffers before all is copied
 
 
-Asked = Callable[[], SaveRequest]  # it raises where options are wrong
+MakeRequest = Callable[[], SaveRequest]  # it raises where options are wrong
 
 
 @dataclass(frozen=True)

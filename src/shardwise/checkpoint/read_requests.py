@@ -153,8 +153,8 @@ def read_from_rank_0(comm: Comm, source: CheckpointReader, requests: Iterable[Re
     by_file: dict[str, list[ReadRequest]] = {}
     for request in requests:
         by_file.setdefault(request.place.file, []).append(request)
-    asked = all_gather_object(comm, list(by_file), "files that are read")
-    for name in sorted({name for names in asked for name in names}):
+    names_by_rank = all_gather_object(comm, list(by_file), "files that are read")
+    for name in sorted({name for names in names_by_rank for name in names}):
         assert source.manifest is not None  # a folder of this kind has one
         size, length = source.manifest.files[name].size, source.manifest.block
         for start, stop in cut_at_multiples(0, size, length):

@@ -175,8 +175,8 @@ def _sizes(fs: Any, root: str) -> dict[str, int]:
     fs.invalidate_cache()
     if not fs.exists(root):
         return {}
-    found = fs.find(root, detail=True).items()
-    return {str(PurePosixPath(path).relative_to(root)): info["size"] for path, info in found}
+    files = fs.find(root, detail=True).items()
+    return {str(PurePosixPath(path).relative_to(root)): info["size"] for path, info in files}
 
 
 def _remove(url: str) -> None:

@@ -151,7 +151,7 @@ def expired(complete: Sequence[Checkpoint], keep: Retention) -> list[Path]:
 
 def apply_retention(run: Path, keep: Retention) -> tuple[str, ...]:
     """Remove old ones; returns their names. A failure is logged: the new one is complete."""
-    gone = []
+    removed = []
     try:
         complete = saved_in(run).complete
     except CheckpointError as error:
@@ -160,7 +160,7 @@ def apply_retention(run: Path, keep: Retention) -> tuple[str, ...]:
     for path in expired(complete, keep):
         try:
             remove(path)
-            gone.append(path.name)
+            removed.append(path.name)
         except OSError as error:
             log.warning("%s is no longer needed and could not be removed: %s", path, error)
-    return tuple(gone)
+    return tuple(removed)

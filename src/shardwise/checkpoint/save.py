@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from shardwise.checkpoint.folder import (
     new_token,
     remove_stale_partials,
 )
-from shardwise.checkpoint.options import Asked, Saved, SaveRequest
+from shardwise.checkpoint.options import MakeRequest, Saved, SaveRequest
 from shardwise.checkpoint.publish import publish_files
 from shardwise.checkpoint.recognise import LATEST, is_ours, step_of
 from shardwise.checkpoint.run_folder import Retention, apply_retention
@@ -64,37 +65,38 @@ class Task:
         return self.final.with_name(f"{self.final.name}.partial-{self.token}")
 
 
-def save(sharded: ShardedModel, asked: Asked) -> Saved:
+def save(sharded: ShardedModel, make_request: MakeRequest) -> Saved:
     """Write a checkpoint that any number of ranks can load. A collective, between steps."""
     start = time.perf_counter()
     comm = sharded.comm
-    task = begin(sharded, asked)
+    task = begin(sharded, make_request)
     try:
         parts = task.contents.write(comm, task.folder, task.request.options.kind == "full")
-        _, told = agreed(comm, "publishing", lambda: finish(task, parts), tell=lambda gone: gone)
+        publish = partial(finish, task, parts)
+        _, removed = agreed(comm, "publishing", publish, share=lambda names: names)
     except BaseException:
         give_up(task)
         raise
-    return Saved(task.final, task.contents.nbytes, time.perf_counter() - start, tuple(told[0]))
+    return Saved(task.final, task.contents.nbytes, time.perf_counter() - start, tuple(removed[0]))
 
 
-def begin(sharded: ShardedModel, asked: Asked) -> Task:
+def begin(sharded: ShardedModel, make_request: MakeRequest) -> Task:
     """Phases 1 to 3. A collective."""
     comm, token = sharded.comm, new_token()
     updates = {"steps since backward()": ", ".join(sharded.runtime.trained.taken) or "none"}
     # First what may fail on one rank alone, and what decides which collectives follow.
-    (request, state), told = agreed(
+    (request, state), shared = agreed(
         comm,
         "what is saved",
-        lambda: _chosen(sharded, asked()),
+        lambda: _chosen(sharded, make_request()),
         lambda chosen: {**_facts(*chosen), **updates},
-        lambda chosen: _told(token, *chosen),
+        lambda chosen: _shared(token, *chosen),
     )
-    token, final, kind = told[0][0], _final(request), request.options.kind
+    token, final, kind = shared[0][0], _final(request), request.options.kind
     training, partials = request.training, list[Partial]()
 
     def plan() -> SavePlan:
-        contents = plan_save(comm, request, state, [own for _, *own in told])
+        contents = plan_save(comm, request, state, [own for _, *own in shared])
         if comm.rank == 0:
             partials.append(_make_folder(final, token, contents))
         return contents
@@ -126,7 +128,7 @@ def _chosen(sharded: ShardedModel, request: SaveRequest) -> tuple[SaveRequest, S
     return request, state_to_save(sharded, request)
 
 
-def _told(token: str, request: SaveRequest, state: SavedState) -> tuple[Any, ...]:
+def _shared(token: str, request: SaveRequest, state: SavedState) -> tuple[Any, ...]:
     return token, state.values.get("local"), sums_of(state.whole) if request.training else {}
 
 
@@ -162,8 +164,8 @@ def _make_folder(final: Path, token: str, contents: SavePlan) -> Partial:
     with explained(f"making a folder beside {final}"):
         check_replaceable(final)
         check_latest(final.parent)
-        if gone := remove_stale_partials(final.parent):
-            log.info("removed what an interrupted save left: %s", ", ".join(gone))
+        if removed := remove_stale_partials(final.parent):
+            log.info("removed what an interrupted save left: %s", ", ".join(removed))
         partial = Partial.make(final, token)
     try:
         with explained(f"making the files of {final.name}"):

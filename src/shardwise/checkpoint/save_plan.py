@@ -105,19 +105,19 @@ class SavedState(NamedTuple):
     whole: Mapping[str, Tensor]  # what every rank has, alike or not
 
 
-def plan_save(comm: Comm, request: SaveRequest, state: SavedState, told: list[Any]) -> SavePlan:
-    """Plan a save from this rank's state, and what each told: ``local`` values, ``sums_of``."""
+def plan_save(comm: Comm, request: SaveRequest, state: SavedState, shared: list[Any]) -> SavePlan:
+    """Plan a save from this rank's state, and what each shared: ``local`` values, ``sums_of``."""
     training, options = request.training, request.options
     groups, small = dict(state.groups), dict(state.small)
     if training is not None:
-        own, (first, *others) = dict(state.own), [sums for _, sums in told]
+        own, (first, *others) = dict(state.own), [sums for _, sums in shared]
         for name, value in state.whole.items():
             if any(sums.get(name) != first.get(name) for sums in others):
                 own[BUFFER + name] = value  # not alike on all ranks: statistics of batch norm
         rows = own_rows(own, comm.rank, comm.size)
         groups[RANKS] = [row.clone() for row in rows] if request.background else rows
         small[training_state.NAME] = training_state.document(
-            training.step, state.values, state.records, [own for own, _ in told]
+            training.step, state.values, state.records, [own for own, _ in shared]
         )
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []
@@ -171,7 +171,7 @@ def _as_part(
 ) -> tuple[dict[str, list[LocalShard]], dict[str, str]]:
     """The tensors by the names and in the file of another library, the rest apart; and aliases."""
     names = {s.entry.name: part.stored.get(s.entry.name, s.entry.name) for s in shards}
-    theirs = [
+    by_stored_name = [
         s._replace(entry=s.entry._replace(name=names[s.entry.name]))
         for s in shards
         if s.entry.name in part.stored
@@ -179,7 +179,7 @@ def _as_part(
     rest = [s for s in shards if s.entry.name not in part.stored]
     renamed = {name: stored for name, stored in names.items() if name != stored}
     further = {alias: names[name] for alias, name in aliases.items()}
-    return {part.stem: theirs} | ({REST: rest} if rest else {}), further | renamed
+    return {part.stem: by_stored_name} | ({REST: rest} if rest else {}), further | renamed
 
 
 def sums_of(whole: Mapping[str, Tensor]) -> dict[str, int]:

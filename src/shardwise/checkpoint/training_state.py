@@ -113,8 +113,8 @@ _ALIKE = _VALUES[:3]  # rank 0's are stored, for all ranks
 def values_of(training: Training) -> dict[str, Any]:
     """The values of this rank, as JSON has them."""
     values = {key: getattr(training, key) for key in _VALUES}
-    asked = {key: values[key] for key in ("scheduler", "scaler") if values[key] is not None}
-    values |= {key: owner.state_dict() for key, owner in asked.items()}
+    owners = {key: values[key] for key in ("scheduler", "scaler") if values[key] is not None}
+    values |= {key: owner.state_dict() for key, owner in owners.items()}
     metric = training.metric
     if metric is not None and not math.isfinite(metric):
         raise CheckpointError(
@@ -122,7 +122,7 @@ def values_of(training: Training) -> dict[str, Any]:
             "metric=None to save this checkpoint without one."
         )
     encoded = {key: json_codec.encode(value, f"training.{key}") for key, value in values.items()}
-    return {**encoded, "classes": {key: type(owner).__name__ for key, owner in asked.items()}}
+    return {**encoded, "classes": {key: type(owner).__name__ for key, owner in owners.items()}}
 
 
 def facts_of(training: Training, values: Mapping[str, Any]) -> dict[str, str]:

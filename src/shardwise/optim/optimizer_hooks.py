@@ -159,8 +159,8 @@ class OptimizerHooks:
         plain = params.plain = _plain(optimizer) if params.plain is None else params.plain
         if _has_no_gradients(plain):
             return
-        theirs = self._trained_by_others([param for _, param in plain])
-        plain[:] = [pair for pair in plain if id(pair[1]) not in theirs]
+        other_ids = self._trained_by_others([param for _, param in plain])
+        plain[:] = [pair for pair in plain if id(pair[1]) not in other_ids]
         if _has_no_gradients(plain):
             return
         _warned.add(optimizer)

@@ -140,14 +140,14 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), (lend, add_rows) = ctx.saved_tensors, ctx.slot
-        found, sums = _sums(grad, ids, ctx.skipped)
+        distinct, sums = _sums(grad, ids, ctx.skipped)
         whole = None
         if not torch.is_grad_enabled():
             whole = lend(grad.dtype)
-            if whole is None and add_rows(found, sums):
+            if whole is None and add_rows(distinct, sums):
                 return None, None, None, None, None
         whole = grad.new_empty(ctx.count, grad.shape[-1]) if whole is None else whole
-        return whole.zero_().index_copy_(0, found, sums), None, None, None, None
+        return whole.zero_().index_copy_(0, distinct, sums), None, None, None, None
 
 
 def _sums(grad: Tensor, ids: Tensor, skipped: int) -> tuple[Tensor, Tensor]:
@@ -155,12 +155,12 @@ def _sums(grad: Tensor, ids: Tensor, skipped: int) -> tuple[Tensor, Tensor]:
     rows, ids = grad.reshape(-1, grad.shape[-1]), ids.reshape(-1).long()
     if ids.is_meta:  # which of them are alike is not known
         return ids, rows
-    found, places = ids.unique(return_inverse=True)
-    sums = torch.ops.aten.embedding_dense_backward(rows, places, len(found), -1, False)
+    distinct, places = ids.unique(return_inverse=True)
+    sums = torch.ops.aten.embedding_dense_backward(rows, places, len(distinct), -1, False)
     if skipped < 0:
-        return found, sums
-    kept = found != skipped
-    return found[kept], sums[kept]
+        return distinct, sums
+    kept = distinct != skipped
+    return distinct[kept], sums[kept]
 
 
 _apply_embedding: Callable[..., Tensor] = apply_of(_Embedding)

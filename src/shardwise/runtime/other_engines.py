@@ -82,7 +82,7 @@ def trained_by_others(params: Iterable[nn.Parameter]) -> set[int]:
     classes. A list of all objects would hold tuples that other threads are about to make, which
     then end in a ``SystemError``.
     """
-    theirs = {id(param) for param in params if _is_dtensor(param)}
+    ids = {id(param) for param in params if _is_dtensor(param)}
     imported = [(sys.modules.get(path.rpartition(".")[0]), path) for path in _AVERAGING]
     wrappers = [getattr(module, path.rpartition(".")[2], None) for module, path in imported]
     kinds = {kind for wrapper in wrappers if wrapper for kind in _with_subclasses(wrapper)}
@@ -90,8 +90,8 @@ def trained_by_others(params: Iterable[nn.Parameter]) -> set[int]:
         if type(module) in kinds:
             ignored = vars(module).get("parameters_to_ignore", ())  # DDP's, by names inside it
             named = module.named_parameters()
-            theirs |= {id(p) for name, p in named if name.removeprefix("module.") not in ignored}
-    return theirs
+            ids |= {id(p) for name, p in named if name.removeprefix("module.") not in ignored}
+    return ids
 
 
 def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:

@@ -57,10 +57,10 @@ def problem(host: str, port: int) -> str:
 
 def probe(launch: Launch) -> str:
     """Say what this rank finds now at the address where the ranks are to meet."""
-    found = problem(launch.address, launch.port)
-    if found.startswith("no program listens") and launch.rank == 0:
+    text = problem(launch.address, launch.port)
+    if text.startswith("no program listens") and launch.rank == 0:
         return "the name resolves, and the port is free for rank 0"
-    return found or "a program answers: rank 0 of this run, or another program"
+    return text or "a program answers: rank 0 of this run, or another program"
 
 
 def own_endpoint(launch: Launch, environ: Mapping[str, str]) -> str:
@@ -84,10 +84,10 @@ def own_endpoint(launch: Launch, environ: Mapping[str, str]) -> str:
 def addresses_of(host: str) -> list[str]:
     """Addresses to which the name resolves here; none if it does not."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(place[4][0]) for place in found))
+    return list(dict.fromkeys(str(place[4][0]) for place in places))
 
 
 def own_address(

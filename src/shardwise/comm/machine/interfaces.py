@@ -42,16 +42,16 @@ def interfaces() -> list[Interface]:
 def _ipv4() -> list[Interface]:
     import fcntl  # of Unix alone
 
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    interfaces = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(asked, SIOCGIFADDR, request)
+                answer = fcntl.ioctl(client, SIOCGIFADDR, request)
             except OSError:  # it has none
                 continue
-            found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
-    return found
+            interfaces.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    return interfaces
 
 
 def _ipv6() -> list[Interface]:
@@ -61,17 +61,17 @@ def _ipv6() -> list[Interface]:
     except OSError:
         return []
     parts = (line.split() for line in lines)
-    found = [Interface(name, str(IPv6Address(int(bits, 16)))) for bits, *_, name in parts]
-    return [one for one in found if not ip_address(one.address).is_link_local]
+    interfaces = [Interface(name, str(IPv6Address(int(bits, 16)))) for bits, *_, name in parts]
+    return [one for one in interfaces if not ip_address(one.address).is_link_local]
 
 
 def interface_to(host: str) -> Interface | None:
     """The interface by which this host sends to ``host``; ``None`` if that is not known."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as asked:
-            asked.connect(place)  # of UDP: looks at the routes, and sends nothing
-            source = asked.getsockname()[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as client:
+            client.connect(place)  # of UDP: looks at the routes, and sends nothing
+            source = client.getsockname()[0]
     except OSError:
         return None
     return next((one for one in interfaces() if one.address == source), None)
@@ -88,14 +88,16 @@ def interface_variables(accelerator: Accelerator, address: str) -> dict[str, str
 
     A name that leads to this host's loopback may lead elsewhere on others, so it says nothing.
     """
-    found = interface_to(address)
-    if found is None or (ip_address(found.address).is_loopback and address != found.address):
+    interface = interface_to(address)
+    if interface is None or (
+        ip_address(interface.address).is_loopback and address != interface.address
+    ):
         return {}
-    return dict.fromkeys((GLOO_INTERFACE, accelerator.socket_interface), found.name)
+    return dict.fromkeys((GLOO_INTERFACE, accelerator.socket_interface), interface.name)
 
 
-def reachable(found: Sequence[Interface]) -> list[Interface]:
+def reachable(interfaces: Sequence[Interface]) -> list[Interface]:
     """Interfaces that other hosts may reach: private networks first, then IPv4. Pure."""
-    others = [one for one in found if not one.name.startswith(OF_THIS_HOST)]
+    others = [one for one in interfaces if not one.name.startswith(OF_THIS_HOST)]
     parsed = {one: ip_address(one.address) for one in others}
     return sorted(others, key=lambda one: (not parsed[one].is_private, parsed[one].version))

@@ -53,8 +53,8 @@ class Heartbeats:
     def send(self, last: str = "", joint: str = "") -> None:
         """Send the next one, with the ``last`` collective; ``joint`` as that method says."""
         self._sent += 1
-        said = activity(), last and f"last issued {last}", user_call(self._caller)
-        text = ", ".join([f"process {os.getpid()} on {platform.node()}", *filter(None, said)])
+        details = activity(), last and f"last issued {last}", user_call(self._caller)
+        text = ", ".join([f"process {os.getpid()} on {platform.node()}", *filter(None, details)])
         beat = [str(self._sent), text, stack_of(self._caller), joint]
         self._store.set(f"alive/{self._rank}", json.dumps(beat))
         self.look(1)  # of rank 0, which may serve the store, so that it is known if that is silent

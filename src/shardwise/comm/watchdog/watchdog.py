@@ -187,11 +187,11 @@ class Watchdog:
             if verdict := self._read("verdict"):
                 return self.fail(verdict)
             ended = {rank: c for rank, c in self._read_progress().items() if c.ended}
-            if (gone := peer if peer in ended else next(iter(ended), peer)) is None:
-                gone = self._unreachable(ended)
-            if gone is None:
+            if (lost := peer if peer in ended else next(iter(ended), peer)) is None:
+                lost = self._unreachable(ended)
+            if lost is None:
                 return self.fail(f"{waiting[self._rank]} failed on rank {self._rank}: {error}")
-            return self.fail(self._why_gone(gone, ended, waiting[self._rank]))
+            return self.fail(self._why_gone(lost, ended, waiting[self._rank]))
         except RuntimeError:
             return self.fail(_without_store(error, waiting[self._rank], peer))
 
@@ -279,8 +279,8 @@ class Watchdog:
                 progress[rank] = one._replace(issued=issued, ended=IN_TORCH)
         reason = self._failed_before() or self._read("verdict") or desync.diagnose(progress)
         ended = {rank: one for rank, one in progress.items() if one.ended}
-        if not reason and (gone := self._unreachable(ended, waits.peer)) is not None:
-            reason = self._why_gone(gone, ended, collective)
+        if not reason and (lost := self._unreachable(ended, waits.peer)) is not None:
+            reason = self._why_gone(lost, ended, collective)
         if waits.peer is None:
             missing = desync.missing_ranks(progress, self.size, collective)
         else:

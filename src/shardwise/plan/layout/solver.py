@@ -118,7 +118,7 @@ class _Way(NamedTuple):
 
     lost: int  # elements whose rows are given up
     shard: int
-    gone: frozenset[int]  # the pieces they belong to
+    given_up: frozenset[int]  # the pieces they belong to
     starts: list[int]
 
 
@@ -130,9 +130,9 @@ class _Problem:
     world: int
     effort: int = 100_000  # places yet to be tried: bounds the time, equally on every rank
 
-    def way(self, shard: int, gone: frozenset[int]) -> _Way | None:
+    def way(self, shard: int, given_up: frozenset[int]) -> _Way | None:
         """A way with these rows given up, if one is found before the effort is spent."""
-        pieces = [(size, 1 if i in gone else g) for i, (size, g) in enumerate(self.pieces)]
+        pieces = [(size, 1 if i in given_up else g) for i, (size, g) in enumerate(self.pieces)]
         if self.effort <= 0 or not all(_fits(*piece, shard) for piece in pieces):
             return None
         self.effort -= len(pieces)
@@ -140,8 +140,8 @@ class _Problem:
         if end > shard * self.world:
             search = _best_order if len(pieces) <= 8 else _greedy_order
             starts, end = _walk(search(pieces, shard), pieces, shard)
-        lost = sum(self.weights[i] for i in gone)
-        return _Way(lost, shard, gone, starts) if end <= shard * self.world else None
+        lost = sum(self.weights[i] for i in given_up)
+        return _Way(lost, shard, given_up, starts) if end <= shard * self.world else None
 
 
 def _shards(problem: _Problem, low: int, high: int) -> list[int]:
@@ -165,7 +165,7 @@ def _search(problem: _Problem, low: int, high: int) -> _Way | None:
     """The fewest elements lost, then the smallest shards, within ``[low, high]``."""
     soft, sizes = problem.soft, _shards(problem, low, high)
     must = {n: frozenset(i for i in soft if not _fits(*problem.pieces[i], n)) for n in sizes}
-    lost = {shard: sum(problem.weights[i] for i in gone) for shard, gone in must.items()}
+    lost = {shard: sum(problem.weights[i] for i in given_up) for shard, given_up in must.items()}
     # 1. Give up all rows; or only where they fit nowhere, and the first way is the best of these.
     everything = (problem.way(shard, soft) for shard in sizes)
     as_needed = (problem.way(shard, must[shard]) for shard in sorted(sizes, key=lost.__getitem__))
@@ -177,6 +177,6 @@ def _search(problem: _Problem, low: int, high: int) -> _Way | None:
     for shard in sorted(sizes, key=lambda shard: (lost[shard], -shard))[:4]:
         way = problem.way(shard, soft) if lost[shard] < best.lost else None
         for i in sorted(soft - must[shard], key=lambda i: (-problem.weights[i], i)):
-            way = way and (problem.way(shard, way.gone - {i}) or way)
+            way = way and (problem.way(shard, way.given_up - {i}) or way)
         best = min(best, way or best)
     return best

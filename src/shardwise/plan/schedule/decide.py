@@ -295,9 +295,9 @@ class _Expected:
                 self.ahead.remove(unit)
                 self.ahead_bytes -= self.nbytes[unit].gathered
             flies = flies or (self.policy.gathers(unit) and unit not in facts.gathered)
-        found: list[str] = []
+        units: list[str] = []
         if op is not (Op.EXIT if (phase, prefetch.when) == (Phase.BACKWARD, "post") else Op.ENTER):
-            return found
+            return units
         while prefetch.limit is None or len(self.ahead) + flies < prefetch.limit:
             wanted = self._first_to_gather(position, facts)
             if wanted is None:
@@ -305,18 +305,18 @@ class _Expected:
             nbytes = self.nbytes[wanted].gathered
             if self.ahead_bytes + nbytes > self.depths[phase]:
                 break
-            found.append(wanted)
+            units.append(wanted)
             self.ahead.add(wanted)
             self.ahead_bytes += nbytes
-        return found
+        return units
 
     def _first_to_gather(self, position: int, facts: Facts) -> str | None:
         """The first unit that is used after ``position``, in the same phase, and not gathered."""
-        there = self.known if self.known > position else self.next_enter[position]
-        while there is not None and self.cues[there].phase is self.cues[position].phase:
-            unit, self.known = self.cues[there].unit, there
+        place = self.known if self.known > position else self.next_enter[position]
+        while place is not None and self.cues[place].phase is self.cues[position].phase:
+            unit, self.known = self.cues[place].unit, place
             gathered = unit in facts.gathered or unit in self.ahead
             if not gathered and unit != self.cues[position].unit and self.policy.gathers(unit):
                 return unit
-            there = self.next_enter[there]
+            place = self.next_enter[place]
         return None
