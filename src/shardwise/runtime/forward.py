@@ -79,7 +79,7 @@ class Hooks:
         unit_names: Mapping[nn.Module, str],
         runtime: Runtime,
         precision: Precision,
-        is_one_graph: bool = False,
+        is_one_graph: bool,
     ) -> None:
         self.model, self._unit_names = model, unit_names
         self.runtime, self.precision = runtime, precision
