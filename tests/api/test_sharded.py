@@ -717,3 +717,8 @@ def test_what_takes_long_or_keeps_one_copy_is_said_once(caplog: pytest.LogCaptur
         "2 ranks on one host: hybrid_shard keeps one copy of the model, as full_shard does",
         "the first step compiles 5 units, which may take minutes",
     ]
+
+
+def test_a_mode_that_no_step_has_is_answered_with_those_there_are() -> None:
+    with pytest.raises(sw.ConfigError, match=r"mode is 'eval', and a step is one of .*'forward'"):
+        sw.shard(nn.Linear(2, 2)).schedule_of("eval")

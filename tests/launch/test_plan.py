@@ -47,6 +47,8 @@ def test_names_of_this_host_are_its_addresses_too() -> None:
 def test_each_node_has_one_name() -> None:
     with pytest.raises(ConfigError, match=r"2 hosts are needed and 1 named \(a\): name"):
         plan(2, ("a",))
+    with pytest.raises(ConfigError, match="host a is named 2 times, and a host is one node"):
+        plan(3, ("a", "b", "a"))
 
 
 def test_a_rank_that_the_shell_has_set_is_explained_and_not_passed_on() -> None:

@@ -344,6 +344,8 @@ class Sharded:
     def schedule_of(self, mode: Mode) -> Schedule:
         """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
         schedules = self.runtime.schedules
+        if mode not in schedules.orders:
+            raise ConfigError(f"mode is {mode!r}, and a step is one of {[*schedules.orders]}.")
         return self._blueprint.schedule(schedules.orders[mode], mode, schedules.nbytes())
 
     def numel(self, *, trainable_only: bool = False) -> int:

@@ -52,6 +52,12 @@ class LaunchPlan:
                 f"{self.nodes} hosts are needed and {len(self.hosts)} named "
                 f"({', '.join(self.hosts)}): name one host for each node, or leave --nodes out."
             )
+        for host in self.hosts:
+            if (times := self.hosts.count(host)) > 1:
+                raise ConfigError(
+                    f"host {host} is named {times} times, and a host is one node. Name it once; "
+                    "--nproc says how many ranks it starts."
+                )
 
     @property
     def ranks(self) -> int:
