@@ -32,6 +32,15 @@ def convert(
     return out + error
 
 
+def assert_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, sentence: str
+) -> None:
+    """A file of this name and ``text`` is answered with the sentence, and no recipe is written."""
+    (here / name).write_text(text, "utf-8")
+    assert sentence in convert(capsys, here, name, code=1)
+    assert not (here / name).with_suffix(".recipe.yaml").exists()
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -111,9 +120,7 @@ def test_what_cannot_be_followed_writes_nothing(
 def test_what_a_recipe_would_refuse_is_not_written(
     here: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
 ) -> None:
-    (here / "c.yaml").write_text(text, "utf-8")
-    assert says in convert(capsys, here, "c.yaml", code=1)
-    assert not (here / "c.recipe.yaml").exists()
+    assert_refused(here, capsys, "c.yaml", text, says)
 
 
 def test_deepspeed_in_accelerates_file_is_read_and_its_own_json_is_json(
@@ -298,9 +305,7 @@ def test_options_of_accelerate_launch_are_converted_for_any_script(
 def test_a_program_that_is_not_understood_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
 ) -> None:
-    (here / "p.py").write_text(text, "utf-8")
-    assert sentence in convert(capsys, here, "p.py", code=1)
-    assert not (here / "p.recipe.yaml").exists()
+    assert_refused(here, capsys, "p.py", text, sentence)
 
 
 def test_a_program_with_a_loop_of_its_own_says_that_the_loop_is_not_converted(

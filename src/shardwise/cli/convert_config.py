@@ -246,6 +246,5 @@ def recipe_of(report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _launch(policy: Policy, recipe: Path) -> str:
     """The command that starts as many ranks on as many machines."""
-    if (policy.machines or 1) == 1:
-        return f"shardwise train {shlex.quote(str(recipe))}"
-    return f"shardwise launch {shlex.quote(str(recipe))}"
+    command = "train" if (policy.machines or 1) == 1 else "launch"
+    return shlex.join(["shardwise", command, str(recipe)])

@@ -25,7 +25,16 @@ from shardwise.errors import ConfigError
 from shardwise.launch import kubernetes, mpi, ray, sky, slurm, torchrun
 from shardwise.launch.host_file import Host, parse_hosts
 from shardwise.launch.launcher import threads_of_ranks
-from shardwise.launch.plan import RUN_TOKEN, LaunchPlan, cleaned, node_rank, preset, resolved, shell
+from shardwise.launch.plan import (
+    RUN_TOKEN,
+    LaunchPlan,
+    checked_rank,
+    cleaned,
+    node_rank,
+    preset,
+    resolved,
+    shell,
+)
 from shardwise.recipe.launch_config import LaunchConfig
 from shardwise.recipe.read import read_recipe
 from shardwise.recipe.recipe import Recipe
@@ -221,12 +230,9 @@ def _start_node(plan: LaunchPlan, rank: int | None) -> None:
             f"{RUN_TOKEN} is not set, so this node would have another token than the others. "
             "Run the same command without --start: it prints the line with the token."
         )
-    if rank is not None and rank >= plan.nodes:
-        raise ConfigError(
-            f"--node-rank is {rank}, and the {plan.nodes} nodes are numbered from 0 to "
-            f"{plan.nodes - 1}."
-        )
-    if rank is None:
+    if rank is not None:
+        checked_rank(rank, "--node-rank", plan.nodes)
+    else:
         own = {one.address for one in interfaces()} | {platform.node()}
         rank = node_rank(plan, resolved({plan.address, *plan.hosts}, own), os.environ)
     words = [sys.executable, "-m", "torch.distributed.run", *torchrun.words(plan, rank)[1:]]

@@ -99,8 +99,8 @@ def _errors_of_the_hub(name: str, revision: str | None) -> Iterator[None]:
             f"download {name}` where there is a network, and take the cache (HF_HOME) with you."
         ) from error
     except Exception as error:
-        said = getattr(error, "server_message", None) or str(error).strip() or repr(error)
-        why = f"{type(error).__name__}: {said.splitlines()[-1].rstrip('.')}"
+        text = getattr(error, "server_message", None) or str(error).strip() or repr(error)
+        why = f"{type(error).__name__}: {text.splitlines()[-1].rstrip('.')}"
         raise ConfigError(
             f"{of} is no folder here, and was not fetched from the hub: {why}. Check the name and "
             "the revision; a private one needs `hf auth login`, or HF_TOKEN. Where the network "

@@ -87,7 +87,7 @@ def node_rank(plan: LaunchPlan, addresses: Collection[str], environ: Mapping[str
         return 0
     for name in NODE_RANKS:
         if name in environ:
-            return _checked(environ[name], name, plan.nodes)
+            return checked_rank(environ[name], name, plan.nodes)
     own = [rank for rank, host in enumerate(plan.hosts) if host in addresses]
     if len(own) == 1:
         return own[0]
@@ -102,12 +102,13 @@ def node_rank(plan: LaunchPlan, addresses: Collection[str], environ: Mapping[str
     )
 
 
-def _checked(text: str, name: str, nodes: int) -> int:
-    if not text.isdecimal() or int(text) >= nodes:
+def checked_rank(value: str | int, name: str, nodes: int) -> int:
+    """A node's rank that ``name`` gives; ``ConfigError`` if it is not below ``nodes``."""
+    if not str(value).isdecimal() or int(value) >= nodes:
         raise ConfigError(
-            f"{name} is {text!r}, and the {nodes} nodes are numbered from 0 to {nodes - 1}."
+            f"{name} is {value!r}, and the {nodes} nodes are numbered from 0 to {nodes - 1}."
         )
-    return int(text)
+    return int(value)
 
 
 def resolved(hosts: Collection[str], addresses: Collection[str]) -> set[str]:
