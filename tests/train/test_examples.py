@@ -112,6 +112,17 @@ def test_a_template_without_the_end_token_gets_it_once() -> None:
     assert text == f"[user] name it\n[assistant]⟦ def self\n{END}⟧"  # " def" is one token
 
 
+@pytest.mark.parametrize("trims", [False, True])
+def test_white_space_counts_where_it_is_also_where_offsets_leave_it_out(trims: bool) -> None:
+    """As those of GPT-NeoX and RoBERTa do; an end that the tokenizer adds is after it."""
+    from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+
+    by = tokenizer()
+    end = TemplateProcessing(single=f"$A {END}", special_tokens=[(END, by.eos_token_id)])
+    by.backend_tokenizer.post_processor = Sequence([ByteLevel(trim_offsets=trims), end])
+    assert marked(tokenized(Prompted("def ", "\n\nx "), by=by)) == f"def ⟦\n\nx {END}⟧"
+
+
 def test_special_tokens_in_a_document_are_plain_text() -> None:
     tokens = tokenized(Prompted("if", f" {END}"))
     assert (tokens.examples.ids == tokenizer().eos_token_id).sum() == 1
@@ -145,11 +156,21 @@ def test_what_is_cut_is_counted_and_a_sample_without_an_answer_left_is_named() -
             "the chat template writes what is before message 3 in another way once it is answered",
         ),
         ("{{ raise_exception('no system here') }}", "refuses these messages: no system here"),
+        (
+            LINES.replace("message['content']", "message['content'][0]['text']"),
+            r"leaves out what message 1 .system. says: 'x' is not in the text",
+        ),
     ],
 )
 def test_a_template_that_does_not_show_the_answers(template: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tokenized(CHAT, by=tokenizer(template))
+
+
+def test_where_all_is_trained_on_a_template_need_not_show_the_answers() -> None:
+    last = "{% for m in messages %}{% if loop.last %}* {% endif %}{{ m['content'] }};{% endfor %}"
+    text = marked(tokenized(CHAT, by=tokenizer(last), loss_on="all"))
+    assert text == f"⟦for x;name it;def self;items;* in value;{END}⟧"
 
 
 def test_a_tokenizer_without_an_end_token() -> None:

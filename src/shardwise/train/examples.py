@@ -55,7 +55,8 @@ def write(sample: Sample, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> W
         ConfigError: there is no chat template, or it does not accept the messages.
     """
     if isinstance(sample, Messages):
-        text, trained = _conversation(sample.messages, tokenizer)
+        text, trained = _conversation(sample.messages, tokenizer, loss_on)
+        _check_contents(sample.messages, text)
     else:
         text = sample.prompt + sample.answer
         trained = [(len(sample.prompt), len(text))]
@@ -79,15 +80,17 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _conversation(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, loss_on: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text that the chat template writes, and the ranges of the answers."""
+    """The text that the chat template writes, and the ranges of the answers, if they matter."""
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = chat_template(tokenizer)
     try:
-        if re.search(r"{%-?\s*generation\s*-?%}", template):
+        if loss_on == "all":
+            return str(tokenizer.apply_chat_template(messages, tokenize=False)), []
+        if re.search(r"{%[-+]?\s*generation\s*[-+]?%}", template):
             render: Any = render_jinja_template
             (text,), (ranges,) = render(
                 [messages],
@@ -99,6 +102,18 @@ def _conversation(
         return _by_prefix(messages, tokenizer)
     except TemplateError as error:
         raise ConfigError(f"the chat template refuses these messages: {error}") from error
+
+
+def _check_contents(messages: list[Message], text: str) -> None:
+    """Is each message in ``text``? A template for lists of contents leaves plain text out."""
+    for number, message in enumerate(messages, start=1):
+        words = re.findall(r"\w+", message["content"])  # the last: others may be thoughts
+        if words and words[-1] not in text:
+            raise ConfigError(
+                f"the chat template leaves out what message {number} ({message['role']}) says: "
+                f"{words[-1]!r:.40} is not in the text that it writes. Leave the message out, or "
+                "choose a tokenizer whose template writes it."
+            )
 
 
 def _by_prefix(
@@ -203,6 +218,8 @@ def _marked(
 ) -> tuple[NDArray[np.int32], Marks]:
     """The ids and which of them are trained on, with the end token if there is none yet."""
     starts, ends = places.reshape(-1, 2).T
+    # Of white space a tokenizer may say where it ends only: it begins where the token before ends.
+    starts = np.where((starts == ends) & (ends > 0), np.append(0, ends[:-1]), starts)
     trained = np.zeros(len(ids), np.bool_)
     for first, last in sample.trained:
         trained |= (starts < last) & ((ends > first) | (starts >= first)) & (ends > 0)
