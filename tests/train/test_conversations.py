@@ -54,8 +54,9 @@ def test_sharegpt_is_messages() -> None:
         "conversations": [
             {"from": "system", "value": "S"},
             {"from": "human", "value": "Q"},
-            {"from": "gpt", "value": "A", "weight": None},
-        ]
+            {"from": "gpt", "value": "A", "weight": 1.0, "train": True, "tool_calls": None},
+        ],
+        "tools": "[]",
     }
     assert sample(row, config("sharegpt")) == messages(SYSTEM, ASK, ANSWER)
     assert messages(SYSTEM, ASK, ANSWER) == Messages([SYSTEM, ASK, ANSWER])
@@ -112,6 +113,11 @@ def test_the_advice_on_columns_is_one_that_the_recipe_accepts(
         ("completion", {"prompt": ["Q"], "completion": "A"}, "column 'prompt' is list, not text;"),
         ("messages", {"messages": "Q"}, "a conversation is 'Q'; it must be a list of {role, con"),
         ("messages", {"messages": []}, "a conversation is []; it must be a list"),
+        (
+            "messages",
+            {"messages": [ASK, ANSWER], "tools": "[{}]"},
+            "column 'tools' describes tools",
+        ),
     ],
 )
 def test_a_row_without_what_the_format_needs(form: str, row: Any, message: str) -> None:
@@ -134,6 +140,17 @@ def test_a_row_without_what_the_format_needs(form: str, row: Any, message: str) 
         ([ASK, {"role": "assistant"}], "message 2 is .*; it must have 'role' and 'content'."),
         (["Q"], "message 1 is 'Q'; it must have 'role' and 'content'."),
         ([{"role": "user", "content": [{"type": "image"}]}], "its 'content' is list, not text."),
+        ([ASK | {"role": ["user"]}], "message 1 has the role .* the roles are system, user"),
+        (
+            [ASK, ANSWER | {"tool_calls": [{"name": "f"}]}],
+            "2 has 'tool_calls', .*, which is not re",
+        ),
+        (
+            [ASK, ANSWER | {"reasoning_content": "As"}],
+            "2 has 'reasoning_content', 'As', which is no",
+        ),
+        ([ASK, ANSWER | {"weight": 0}], "message 2 has 'weight', 0, .* or remove the row"),
+        ([ASK, ANSWER | {"train": False}], "message 2 has 'train', False, which is not read"),
     ],
 )
 def test_messages_that_no_template_should_be_given(given: list[Any], message: str) -> None:

@@ -27,6 +27,12 @@ WITH_INPUT = ", paired with an input that provides further context"
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
 
+WITH_TOOLS = "conversations with tools are not supported: remove the row"
+NOT_READ = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message whose text a chat template may write."""
+SWITCHES = ("weight", "train")
+"""Keys with which other trainers leave a message out of the loss."""
+
 Row = Mapping[str, Any]
 Message = dict[str, str]
 
@@ -75,6 +81,8 @@ def sample(row: Row, config: DataConfig) -> Sample:
     if config.format == "alpaca":
         input_text = _text(row, column["input"]) if row.get(column["input"]) is not None else ""
         return alpaca(_text(row, column["instruction"]), input_text, _text(row, column["output"]))
+    if row.get("tools") not in (None, "", [], "[]"):
+        raise ConfigError(f"column 'tools' describes tools; {WITH_TOOLS}, or empty the column.")
     if config.format == "sharegpt":
         return _messages(_value(row, column["conversations"]), ("from", "value"), SHAREGPT_ROLES)
     roles = {role: role for role in ROLES}
@@ -182,7 +190,7 @@ def _message(message: Any, number: int, keys: tuple[str, str], roles: Mapping[st
         raise ConfigError(
             f"message {number} is {message!r:.60}; it must have {speaker!r} and {content!r}."
         )
-    role, text = message[speaker], message[content]
+    role, text = str(message[speaker]), message[content]
     if role not in roles:
         raise ConfigError(f"message {number} has the role {role!r}; {_advice(role, roles)}.")
     if not isinstance(text, str):
@@ -190,11 +198,23 @@ def _message(message: Any, number: int, keys: tuple[str, str], roles: Mapping[st
             f"message {number}: its {content!r} is {type(text).__name__}, not text. Only text is "
             "trained on; join its parts, and leave calls of tools and images out."
         )
+    _check_keys(message, number)
     return {"role": roles[role], "content": text}
+
+
+def _check_keys(message: Mapping[str, Any], number: int) -> None:
+    """Refuse keys that say what is trained on: dropped, they would be lost without a word."""
+    lost = [key for key in NOT_READ if message.get(key)]
+    lost += [key for key in SWITCHES if message.get(key) not in (None, 1)]
+    if lost:
+        raise ConfigError(
+            f"message {number} has {lost[0]!r}, {message[lost[0]]!r:.60}, which is not read: only "
+            "role and text are. Write what is to be trained on into the text, or remove the row."
+        )
 
 
 def _advice(role: str, roles: Mapping[str, str]) -> str:
     if role in ("tool", "function", "function_call", "observation", "ipython"):
-        return "conversations with tools are not supported: remove the row, or that message"
+        return f"{WITH_TOOLS}, or that message"
     hint = "; data.format sharegpt reads that one" * (role in SHAREGPT_ROLES)
     return f"the roles are {', '.join(roles)}{hint}"
