@@ -71,6 +71,26 @@ def test_columns_of_csv_are_text_as_they_stand(tmp_path: Path, suffix: str) -> N
     assert list(read_rows(str(path), "train")[0]) == ["prompt", "completion"]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_text_stays_as_it_stands_whatever_other_files_hold(tmp_path: Path, suffix: str) -> None:
+    """pyarrow takes a column of dates for times, and pandas NA for nothing."""
+    columns = ["word", "x"], ["2020-01-14T10:00:00"] * 2, ["NA", "007"]
+    for number, texts in enumerate(columns):
+        rows = [{"completion": text} for text in texts]
+        lines = "\n".join(["completion", *texts, ""] if suffix == "csv" else map(json.dumps, rows))
+        text = json.dumps(rows, indent=1) if suffix == "json" else lines
+        jsonl(tmp_path / f"train-{number}.{suffix}", text)
+    read = [row["completion"] for row in read_rows(str(tmp_path), "train")]
+    assert read == [text for texts in columns for text in texts]
+
+
+def test_files_without_rows_are_read_as_that(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train-0.jsonl", "")
+    assert read_rows(str(tmp_path), "train") == []
+    jsonl(tmp_path / "train-1.jsonl")
+    assert read_rows(str(tmp_path), "train") == ROWS
+
+
 def test_another_split_of_a_folder(tmp_path: Path) -> None:
     assert read_rows(str(folder(tmp_path / "data")), "test") == ROWS[:1]
 
@@ -105,9 +125,12 @@ def test_the_hub_that_cannot_be_reached() -> None:
         ("tatsu-lab/alpaca", "does not exist .* hub is hf://datasets/tatsu-lab/alpaca."),
         ("bad.jsonl", r"bad.jsonl:2: Expecting value: line 1 column 6 .char 5.. Repair it"),
         ("text.txt", "is no file of samples: its name must end in .jsonl.* data.format text"),
-        ("folder", "split 'train', cannot be read: .*"),
-        ("empty.jsonl", "data.source empty.jsonl has no row in its first file; remove "),
-        ("empty", "data.source empty has no row in its first file; remove "),
+        ("folder", "split 'train', cannot be read: its splits are test. Repair it"),
+        ("list.json", r"list.json:2: a row is int, not a JSON object. Repair it"),
+        ("lists.jsonl", r"lists.jsonl:1: Extra data: line 1 column 4"),
+        ("types", r"cannot be read: Couldn't cast array of type int64 to null Repair"),
+        ("cut.jsonl.gz", r"cannot be read: Compressed file ended before .* Repair"),
+        ("latin", r"train-0.jsonl:1: 'utf-8' codec can't decode byte 0xe9"),
     ],
 )
 def test_what_cannot_be_read(
@@ -118,8 +141,16 @@ def test_what_cannot_be_read(
     jsonl(tmp_path / "text.txt")
     (tmp_path / "folder").mkdir()
     jsonl(tmp_path / "folder" / "test.jsonl")
-    jsonl(tmp_path / "empty.jsonl", "")
-    (tmp_path / "empty").mkdir()
-    jsonl(tmp_path / "empty" / "train.jsonl", "")
+    jsonl(tmp_path / "list.json", '[{"a": 1}, 2]')
+    jsonl(tmp_path / "lists.jsonl", "[1]\n[2]")
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / "train-0.jsonl").write_bytes(b'{"a": "\xe9"}')
+    cut = packed(tmp_path / "cut.jsonl.gz")
+    cut.write_bytes(cut.read_bytes()[:-9])
+    (tmp_path / "types").mkdir()
+    for number, values in enumerate(([None], [1])):
+        datasets.Dataset.from_dict({"a": values}).to_parquet(
+            tmp_path / "types" / f"train-{number}.parquet"
+        )
     with pytest.raises(ConfigError, match=message):
         read_rows(source, "train")

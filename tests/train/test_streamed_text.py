@@ -72,7 +72,7 @@ def test_samples_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text('{"prompt": "a", "completion": "b"}\n', "utf-8")
     samples: Any = {"format": "completion", "max_bytes": None, "validation_source": "held-out"}
-    with pytest.raises(ConfigError, match=r"split 'test', cannot be read: Bad split: test"):
+    with pytest.raises(ConfigError, match=r"split 'test', cannot be read: its splits are train"):
         opened(path.parent, split="test", **samples)
     text = opened(path, **samples)
     path.write_text("{", "utf-8")

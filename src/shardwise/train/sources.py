@@ -1,13 +1,12 @@
 """Rows of a data set: of the hub, or JSONL, JSON, parquet, arrow and CSV on this machine.
 
-`datasets` reads them. Files are streamed through, so nothing is written to its cache.
+`datasets` reads them, but JSON. Files are streamed through, so nothing is written to its cache.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +15,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.recipe.data_config import BUILDERS, HUB
+from shardwise.train.formats import BROKEN
+from shardwise.train.json_rows import read_json
 from shardwise.train.libraries import library
 
 _library = partial(library, "datasets", "this data.source", "data")
@@ -36,13 +37,14 @@ def read_rows(source: str, split: str) -> list[dict[str, Any]]:
 @contextmanager
 def readable_rows(source: str, split: str) -> Iterator[None]:
     """Raise what `datasets` raises about rows of ``source`` as a ``ConfigError``."""
-    datasets = _library()
+    errors = _library().exceptions
     try:
         yield
-    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+    # It raises a TypeError where a column of one file is of another type in the next.
+    except (*BROKEN, OSError, ValueError, LookupError, TypeError, errors.DatasetsError) as error:
         if isinstance(error, ConfigError):
             raise
-        problem = next(_broken_lines(Path(source).expanduser()), str(error).strip() or repr(error))
+        problem = str(error).strip() or repr(error)
         raise ConfigError(
             f"data.source {source}, split {split!r}, cannot be read: {problem} Repair it, or name "
             "another source or data.split."
@@ -100,41 +102,35 @@ def _local(path: Path, source: str, split: str) -> Any:
             return datasets.load_from_disk(str(path))[split]
         if (path / "state.json").exists():
             return datasets.load_from_disk(str(path))
-        return _streamed(source, str(path), split=split)
+        found = datasets.load_dataset_builder(str(path))
+        splits = {str(name): files for name, files in found.config.data_files.items()}
+        if split not in splits:
+            raise ValueError(f"its splits are {', '.join(splits)}.")
+        return _of_files(found.name, [str(file) for file in splits[split]])
     builder = BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
     if builder is None:
         raise ConfigError(
             f"data.source {source} is no file of samples: its name must end in "
             f"{', '.join(BUILDERS)}. For a file of text set data.format text."
         )
-    options = _as_text(path) if builder == "csv" else {}
-    return _streamed(source, builder, data_files=[str(path)], split="train", **options)
+    return _of_files(builder, [str(path)])
 
 
-def _as_text(path: Path) -> dict[str, Any]:
+def _as_text(path: str) -> dict[str, Any]:
     """Options that read each column of a CSV file as the text it is: ``007`` stays ``007``."""
     datasets = _library()
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
         columns = next(csv.reader(file), [])
     text = datasets.Features({column: datasets.Value("string") for column in columns})
     return {"features": text, "keep_default_na": False}
 
 
-def _streamed(source: str, *args: str, **options: Any) -> Any:
-    try:
-        return _library().load_dataset(*args, **options, streaming=True)
-    except StopIteration:  # so the library ends where the first file has no row
-        raise ConfigError(
-            f"data.source {source} has no row in its first file; remove that file, or name another."
-        ) from None
-
-
-def _broken_lines(path: Path) -> Iterator[str]:
-    """The lines of a JSONL file that are not JSON; the library's error does not say which."""
-    if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
-        return
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            json.loads(line or b"null")
-        except ValueError as error:
-            yield f"{path}:{number}: {error}."
+def _of_files(builder: str, files: list[str]) -> Any:
+    """The rows of ``files``, by the name of what reads them; each is a shard."""
+    datasets = _library()
+    if builder == "json":
+        return datasets.IterableDataset.from_generator(read_json, gen_kwargs={"files": files})
+    options = _as_text(files[0]) if builder == "csv" else {}
+    return datasets.load_dataset(
+        builder, data_files=files, split="train", streaming=True, **options
+    )
