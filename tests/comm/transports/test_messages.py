@@ -41,6 +41,15 @@ def test_a_reduction_sends_slices_of_the_buffer_itself() -> None:
     assert list(receives) == [1, 2]
 
 
+def test_an_empty_piece_is_received_from_every_peer() -> None:
+    """From one alone, the others' messages found no buffer: four ranks waited for each other."""
+    for dtype in (torch.float32, torch.bfloat16):
+        comm = Noted(0, 4)
+        start_sum(comm, torch.empty(0, dtype=dtype))
+        _, sends, receives = comm.posts[0]
+        assert list(receives) == list(sends) == [1, 2, 3]
+
+
 def test_what_one_of_the_first_two_ranks_sends_is_received_where_the_sum_is_formed() -> None:
     """Only the first two addends of a sum in rank order may lie in it."""
     for rank, first in enumerate((1, 0, 0)):

@@ -43,7 +43,7 @@ class MessagesComm(Group):
         others = [peer for peer in self.peers if peer not in receives]
         numel = pieces[0].numel()
         scratch = self.memory.gradient(numel * len(others), full.dtype)
-        receives |= zip(others, scratch.split(numel), strict=False)
+        receives |= zip(others, scratch.view(len(others), numel), strict=True)
         for peer, piece in receives.items():
             pieces[peer] = piece
         return Transfer(self._post(collective, sends, receives), partial(on_received, pieces))
