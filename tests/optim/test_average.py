@@ -69,6 +69,27 @@ def test_averages_are_those_of_one_process_and_training_goes_on_from_the_weights
             assert_near(got, wanted, 2e-5)
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_full"])
+def test_a_forward_pass_without_a_backward_one_is_not_in_the_way(strategy: str) -> None:
+    """Units are left gathered then, and an average is of shards."""
+
+    def run(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        net, mesh = model(), (2, 2) if strategy == "hybrid_full" else None
+        sw.shard(net, strategy, comm=comm, mesh=mesh)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        ema = sw.optim.EMA(optimizer, 0.8)
+        train(net, optimizer, lambda: (net(X), ema.update()))
+        net(X)
+        with ema.applied():
+            averages = values(net)
+            net(X)
+        return values(net), averages
+
+    for result in threads.run(4, run):
+        for got, wanted in zip(result, expected(), strict=True):
+            assert_near(got, wanted, 2e-5)
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_averages_are_in_checkpoints_at_any_number_of_ranks(tmp_path: Path, flat: bool) -> None:
     def run(comm: Comm, steps: int) -> dict[str, Tensor]:

@@ -377,23 +377,29 @@ def test_a_step_inside_the_backward_pass_is_an_error() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forward_pass_without_a_backward_one_is_not_in_the_way_of_a_step(strategy: str) -> None:
-    """Somebody logs a loss and forgets ``no_grad``: units are left gathered."""
+    """Somebody logs a loss and forgets ``no_grad``: units are left gathered.
+
+    Nor of the optimizer's state, when that is asked for.
+    """
+    shapes = [param.shape for param in nets.decoder().parameters()]
 
     def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
         sw.shard(model, strategy, comm=comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         train(model, nets.decoder_batch(comm.rank, 2))
         logged = nets.loss(model, nets.decoder_batch(comm.rank, 2))
         optimizer.step()
         after = nets.loss(model, nets.decoder_batch(comm.rank, 2))
         assert after < logged
+        state = optimizer.state_dict()["state"]
+        assert [value["momentum_buffer"].shape for value in state.values()] == shapes
         return clones(model.state_dict())
 
     plain = one_by_one(
         Recipe(
             nets.decoder,
             lambda seed, rows: nets.decoder_batch(seed // 100 % 100, rows),
-            lambda params: torch.optim.SGD(params, lr=0.1),
+            lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
             steps=1,
         ),
         2,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
+from shardwise.optim.optimizer_hooks import OptimizerHooks
 
 KEY = "ema"  # in the state of each parameter
 
@@ -46,6 +47,7 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Take the parameters into the average; call it after ``optimizer.step()``."""
+        OptimizerHooks.end_steps(self.optimizer, "an average was updated")
         for param in self._trained():
             state = self.optimizer.state[param]
             own = _local_copy(param, torch.promote_types(param.dtype, torch.float32))
@@ -55,8 +57,9 @@ class EMA:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Give parameters their averages for the block; before the first update, do nothing."""
-        states = {param: self.optimizer.state[param] for param in self._trained()}
-        averages = {param: state[KEY] for param, state in states.items() if KEY in state}
+        OptimizerHooks.end_steps(self.optimizer, "an average was applied")
+        state = self.optimizer.state
+        averages = {param: state[param][KEY] for param in self._trained() if KEY in state[param]}
         last = {param: _local_copy(param, param.dtype) for param in averages}
         _fill(averages)
         try:

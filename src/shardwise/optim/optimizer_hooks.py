@@ -90,6 +90,13 @@ class OptimizerHooks:
                 args, kwargs = hooks._before(optimizer, args, kwargs) or (args, kwargs)
         return args, kwargs
 
+    @staticmethod
+    def end_steps(optimizer: Optimizer, operation: str) -> None:
+        """End the step of each model that it trains, so that parameters show their shards."""
+        for hooks in [reference() for reference in OptimizerHooks._of_models]:
+            if hooks and hooks._params_of(optimizer) and (between_steps := hooks._between_steps()):
+                between_steps(operation)
+
     def uncut(self, buckets: Iterable[Bucket]) -> None:
         """Make the state of the optimizers that stepped here whole. A collective."""
         admitted = [optimizer for optimizer in self._handles if optimizer in self._admitted]
@@ -106,17 +113,16 @@ class OptimizerHooks:
 
         Rank 0 may then save it for all, and each rank that loads it keeps its part. A collective.
         """
-        between_steps = self._between_steps()
-        if between_steps is None or optimizer not in self._admitted:  # it is whole
-            return None
-        numbers = {
-            id(param): number
-            for group, packed in zip(optimizer.param_groups, given["param_groups"], strict=True)
-            for param, number in zip(group["params"], packed["params"], strict=True)
-        }
+        if not (between_steps := self._between_steps()) or optimizer not in self._admitted:
+            return None  # it is whole
+        # First: after a forward pass alone parameters show more than their shards.
+        buckets = between_steps(f"{type(optimizer).__name__}.state_dict() was called")
+        pairs = zip(optimizer.param_groups, given["param_groups"], strict=True)
+        each = [zip(map(id, g["params"]), packed["params"], strict=True) for g, packed in pairs]
+        numbers = dict(chain.from_iterable(each))
         state = dict(given["state"])
         self._cut(optimizer, is_known=False)
-        for bucket in between_steps(f"{type(optimizer).__name__}.state_dict() was called"):
+        for bucket in buckets:
             if any(id(param) in numbers for param in bucket.params):
                 wholes = whole_state(optimizer, bucket, lambda whole: whole.to("cpu", copy=True))
                 for param, whole in zip(bucket.params, wholes, strict=True):
@@ -227,8 +233,7 @@ def _update_of(optimizer: Optimizer) -> str:
 
 def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
     """The settings of a group but for its rates, which ``_update_of`` has for each step."""
-    kinds = (float, int, tuple)
-    return {k: v for k, v in group.items() if isinstance(v, kinds) and "lr" not in k}
+    return {k: v for k, v in group.items() if isinstance(v, float | int | tuple) and "lr" not in k}
 
 
 def _has_no_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> bool:
