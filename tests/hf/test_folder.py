@@ -89,6 +89,8 @@ def test_a_folder_without_a_config_is_no_model_s(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"model_type": "new"}, "describes no model of this version of transformers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; set it to 1 or more"),
+        ({"vocab_size": 0}, "vocab_size is 0; set it to 1 or more"),
         ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads (7)"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "are quantised by 'gptq'"),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import watch
 from shardwise.errors import ConfigError
 from shardwise.report.page import page
 from shardwise.report.run import read_run
@@ -48,6 +49,50 @@ def test_lines_and_steps_of_another_version_are_as_if_they_were_not_there(tmp_pa
     assert run.step is None
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"record": "stepped", "step": 9, "loss": "?"},
+        {"record": "stepped", "step": 9, "tokens_per_second": float("inf")},
+        {"record": "stepped", "step": 9, "memory": [1]},
+        {"record": "stepped", "step": 9, "time": None},
+        {"record": "built", "units": [{"name": 1}]},
+        {"record": "built", "versions": ["torch"]},
+        {"record": "saved", "nbytes": {}},
+        {"record": ["saved"]},
+    ],
+)
+def test_lines_whose_values_are_of_other_types_are_left_out(
+    tmp_path: Path, damaged: dict[str, object]
+) -> None:
+    folder = folder_of_a_run(tmp_path / "run")
+    run = read_run(folder)
+    whole = run.last(damaged["record"]) if isinstance(damaged["record"], str) else {}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**(whole or run.lines[-1]), **damaged}) + "\n")
+    again = read_run(folder)
+    assert again.lines == run.lines
+    assert page([again])
+    assert watch.rows(again, True, 0.0)
+
+
+def test_values_that_are_read_as_another_type_are_of_that(tmp_path: Path) -> None:
+    """And half a surrogate pair, as in names of files, is no end of the page."""
+    folder = folder_of_a_run(tmp_path / "run")
+    last = read_run(folder).last("stepped")
+    warned = {"record": "warned", "time": 1.0, "message": "caf\udce9"}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**last, "loss": "2.5", "memory": 7.0}) + "\n")
+        file.write(json.dumps(warned) + "\n")
+    (folder / "step.json").write_text(json.dumps({**STEP, "planned_most": None}), "utf-8")
+    (folder / "recipe.yaml").write_text("{1: {2: x}}", "utf-8")
+    run = read_run(folder)
+    assert (run.last("stepped")["loss"], run.last("stepped")["memory"]) == (2.5, 7)
+    assert run.last("warned")["message"] == "caf?"
+    assert page([run]).encode()
+    assert run.recipe == {"1.2": "x"}
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the folder of a run: metrics\.jsonl cannot be"):
         read_run(tmp_path)
@@ -61,6 +106,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         {"kinds": None},
         {"planned": [1]},
         {"planned_most": {"gathered": 1}},
+        {"moments": [[float("nan"), [1] * 6, None]]},
     ],
 )
 def test_a_step_of_another_form_is_as_if_it_were_not_there(

@@ -109,6 +109,15 @@ def test_a_loss_that_was_no_number_is_none_when_read_back(tmp_path: Path) -> Non
     assert math.isnan(back.loss)
 
 
+def test_a_damaged_line_stays_in_the_file_and_out_of_the_picture(tmp_path: Path) -> None:
+    begun(tmp_path)(stepped(1))
+    (whole,) = open_lines(tmp_path / "metrics.jsonl")
+    damaged = json.dumps(json.loads(whole) | {"loss": [1], "elapsed": "long"})
+    (tmp_path / "metrics.jsonl").write_text(f"{whole}\n{damaged}\n{'[' * 100_000}\n", "utf-8")
+    assert begun(tmp_path, 1).records == [stepped(1)]
+    assert open_lines(tmp_path / "metrics.jsonl") == [whole, damaged]
+
+
 def test_the_time_of_earlier_attempts_counts_also_that_of_steps_taken_again(
     tmp_path: Path,
 ) -> None:

@@ -16,7 +16,7 @@ from shardwise.report.run import read_run
 def run_report(folders: Sequence[Path], output: Path | None) -> None:
     """Write the page of the runs in ``folders`` to ``output``, or beside the first run's files."""
     target = output or folders[0] / "report.html"
-    text = page([read_run(folder) for folder in folders]).encode()
+    text = page([read_run(folder) for folder in folders]).encode("utf-8", "replace")
     try:
         target.write_bytes(text)
     except OSError as error:

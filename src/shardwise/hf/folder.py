@@ -18,6 +18,7 @@ CONFIG = "config.json"
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 """Patterns of configuration and tokenizer."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 BOTH_DIRECTIONS = {"bert-generation", "xlnet"}
 """Types of models that read later tokens, too, beside those that can be trained with masks."""
 
@@ -125,6 +126,10 @@ def config_of(folder: Path) -> Any:
             f"{folder / CONFIG} describes no model of this version of transformers, which runs no "
             f"code of a folder: {str(why).strip().splitlines()[0]}"
         ) from error
+    for key in SIZES:
+        size = getattr(config.get_text_config(), key, None)
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(f"{folder / CONFIG}: {key} is {size}; set it to 1 or more.")
     if quantised := getattr(config, "quantization_config", None):
         method = quantised.get("quant_method", "unknown")
         raise ConfigError(

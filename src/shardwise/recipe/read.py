@@ -32,7 +32,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value
+            flat[f"{prefix}{name}"] = value
     return flat
 
 

@@ -105,7 +105,7 @@ def unit_rows(run: Run) -> Rows:
 def memory_rows(run: Run) -> Rows:
     """Bytes of each kind at most in the recorded step: planned, measured, and their difference."""
     step = run.step or {}
-    if "planned_most" not in step:
+    if step.get("planned_most") is None:
         return []
     columns = zip(*(nbytes for _, nbytes, _ in step["moments"]), strict=True)
     most = {kind: max(column) for kind, column in zip(step["kinds"], columns, strict=True)}

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from shardwise.errors import ConfigError
 from shardwise.recipe.read import flatten
 from shardwise.train.folder import METRICS, RECIPE, STEP
-from shardwise.train.metrics_log import lines_until
+from shardwise.train.metrics_log import lines_until, typed
 
 Line = Mapping[str, Any]
 NEEDED = {  # keys of a line, by its record
@@ -29,7 +29,7 @@ NEEDED = {  # keys of a line, by its record
 }
 
 
-class Step(BaseModel):
+class Step(BaseModel, allow_inf_nan=False):
     """The content of step.json: see ``train/recorded_step.py``."""
 
     step: int
@@ -77,19 +77,21 @@ def read_run(path: Path) -> Run:
             f"{path} is not the folder of a run: {METRICS} cannot be read ({error.strerror}). "
             "Name the folder that the run's recipe calls run.folder."
         ) from None
-    lines = tuple(line for line in lines_until(text.split("\n"), math.inf) if _has_all(line))
-    recipe, step = _parsed(path / RECIPE), _parsed(path / STEP)
-    return Run(path.resolve().name, lines, flatten(recipe or {}), step if _is_step(step) else None)
+    read = map(typed, lines_until(text.split("\n"), math.inf))
+    lines = tuple(line for line in read if line is not None and _has_all(line))
+    recipe, step = _parsed(path / RECIPE), _step(_parsed(path / STEP))
+    return Run(path.resolve().name, lines, flatten(recipe or {}), step)
 
 
-def _is_step(step: Mapping[str, Any] | None) -> bool:
-    """Can it be drawn? Another version's may not, or a damaged one."""
+def _step(parsed: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The step if it can be drawn. Another version's may not, or a damaged one."""
     try:
-        read = Step.model_validate(step)
+        read = Step.model_validate(parsed)
     except ValidationError:
-        return False
+        return None
     is_whole = read.planned_most is None or read.planned_most.keys() == {*read.kinds}
-    return is_whole and all(len(nbytes) == len(read.kinds) for _, nbytes, _ in read.moments)
+    is_whole &= all(len(nbytes) == len(read.kinds) for _, nbytes, _ in read.moments)
+    return read.model_dump(exclude_unset=True) if is_whole else None
 
 
 def _has_all(line: Line) -> bool:

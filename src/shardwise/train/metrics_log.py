@@ -16,13 +16,25 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_type_hints
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
 from shardwise.train.folder import Folder, errors_naming
 from shardwise.train.records import Evaluated, Record, Stepped
 
 PLOTTED = {"stepped": Stepped, "evaluated": Evaluated}
+NOT_FINITE = ("loss", "grad_norm", "accuracy", "unigram_entropy")  # numbers that may be null
+
+
+def _whole(value: object) -> object:
+    """Text as UTF-8 has it: names of files may hold half a surrogate pair."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_whole)]
 
 
 class MetricsLog:
@@ -51,11 +63,13 @@ class MetricsLog:
         kept_lines = list(lines_until(lines.split("\n"), step))
         if kept_lines:  # steps that will be taken again have cost their time, too
             *_, last = lines_until(lines.split("\n"), math.inf)
-            self._began -= last.get("elapsed", 0.0)
+            self._began -= (typed(last) or {}).get("elapsed", 0.0)
         text = "".join(json.dumps(line) + "\n" for line in kept_lines)
         queued, self._started = self.records, True
         self.records = [
-            record for line in kept_lines if (record := _plotted_record(line)) is not None
+            record
+            for line in map(typed, kept_lines)
+            if line is not None and (record := _plotted_record(line)) is not None
         ]
         Folder(self.path.parent).write_text(self.path.name, text)
         for record in queued:
@@ -86,12 +100,36 @@ def lines_until(lines: Iterable[str], step: float) -> Iterator[dict[str, Any]]:
     for line in lines if step else ():
         try:
             parsed = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         at = parsed.get("step", 0) if isinstance(parsed, dict) else None
         if not isinstance(at, int) or at > step:
             return
         yield parsed
+
+
+def typed(line: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``line`` with values of the types that its record has; ``None`` if they are others."""
+    name = line.get("record")
+    try:
+        form = _form(name if isinstance(name, str) else "").model_validate(line)
+        return {**line, **form.model_dump(exclude_unset=True)}
+    except ValidationError:
+        return None
+
+
+@cache
+def _form(name: str) -> type[BaseModel]:
+    """The values of a record's line, each of which may be missing."""
+    hints: dict[str, Any] = {"record": str, "time": float, "elapsed": float}
+    for kind in get_args(Record):
+        if kind.__name__.lower() == name:
+            hints |= get_type_hints(kind)
+    hints = {key: Text if hint is str else hint for key, hint in hints.items()}
+    fields: Any = {
+        key: (hint | None if key in NOT_FINITE else hint, None) for key, hint in hints.items()
+    }
+    return create_model("Line", __config__=ConfigDict(allow_inf_nan=False), **fields)
 
 
 def _plotted_record(line: Mapping[str, Any]) -> Record | None:

@@ -192,7 +192,7 @@ def finished_steps(path: Path) -> int | None:
         last = locate(path, METRICS).read_bytes().rsplit(b"\n", 2)[-2]
         record = json.loads(last)
         return int(record["steps"]) if record["record"] == "finished" else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
         return None
 
 
