@@ -57,7 +57,7 @@ def test_the_rows_of_a_rehearsal_need_no_network(
     assert caught.value.code == 0, out
     assert "row 0 of " in out
     assert "that of Stanford Alpaca" in out
-    assert (tmp_path.parent / f"{tmp_path.name}-rehearsal" / "base" / "config.json").exists()
+    assert not (tmp_path.parent / f"{tmp_path.name}-rehearsal").exists()
 
 
 def test_a_chat_token_by_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,8 +95,18 @@ def test_text_is_trained_on_but_for_the_first_token(
 ) -> None:
     show(recipe_file(tmp_path), "3")
     out = capsys.readouterr().out
-    assert "16 tokens, 15 trained on (⟦…⟧)" in out
+    assert "16 tokens, 16 trained on (⟦…⟧ and the first token of the next row)" in out
     assert "documents one after the other; end token <|endoftext|>; loss on all" in out
+
+
+def test_a_rehearsal_that_is_only_shown_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_file(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    show(recipe, "0", "--rehearse")
+    assert "row 0 of " in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_places_of_a_row_without_its_padding() -> None:

@@ -147,6 +147,18 @@ def test_the_report_counts_every_token(tmp_path: Path) -> None:
     assert "45 train + 5 validation samples, completion" in lines
 
 
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+@pytest.mark.parametrize("packing", ["true", "false", "concatenate"])
+def test_what_the_report_says_is_trained_on_are_the_targets_of_all_rows(
+    tmp_path: Path, packing: str, loss_on: str
+) -> None:
+    """Neither the first token of a sample, which nothing predicts, nor tokens that fill no row."""
+    (data,) = prepared(tmp_path, 1, f"data.packing={packing}", f"data.loss_on={loss_on}")
+    report = data.report
+    assert isinstance(report, PreparedSamples)
+    assert report.trained == (len(every(data.training)), len(every(data.validation)))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_a_folder_of_the_hub_is_tuned_on_messages(tmp_path: Path, architecture: str) -> None:
     """By its own chat template; one that does not keep packed samples apart is refused."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -57,7 +58,13 @@ def run_data_show(recipe: Recipe, number: int, rehearse: bool = False) -> None:
     if rehearse:
         from shardwise.train.rehearsal import Rehearsal
 
-        recipe = Rehearsal.beside(recipe).small()
+        with TemporaryDirectory() as folder:
+            _show(Rehearsal(recipe, Path(folder)).small(), number)
+    else:
+        _show(recipe, number)
+
+
+def _show(recipe: Recipe, number: int) -> None:
     recipe = with_tokenizer(recipe)
     data = prepare(recipe, LocalComm(), Folder(Path(recipe.run.folder).expanduser()))
     rows, console = data.training, Console(highlight=False, soft_wrap=True)
@@ -71,7 +78,7 @@ def run_data_show(recipe: Recipe, number: int, rehearse: bool = False) -> None:
     for line in format_record(data.report):
         console.print(Text(line))
     tokens, end = row_tokens(rows, number), recipe.tokenizer.end
-    for text in _head(recipe.data, tokens, len(rows), number, end):
+    for text in _head(recipe.data, tokens, rows, number, end):
         console.print(text)
     for _, sample in groupby(tokens, key=lambda token: token.segment):
         _print_sample(list(sample), data, end, console)
@@ -91,12 +98,16 @@ def row_tokens(rows: RowSource, number: int) -> list[Token]:
     return [Token(*values) for values in zip(*columns, strict=False)][:length]
 
 
-def _head(config: DataConfig, tokens: list[Token], rows: int, number: int, end: str) -> list[Text]:
-    trained = sum(token.trained for token in tokens)
+def _head(
+    config: DataConfig, tokens: list[Token], rows: RowSource, number: int, end: str
+) -> list[Text]:
+    trained = rows.targets(np.array([number]))
+    after = trained - sum(token.trained for token in tokens)
+    places = "⟦…⟧ and the first token of the next row" if after else "⟦…⟧"
     loss_on = "all" if config.format == "text" else config.loss_on
     return [
         Text(""),
-        Text(f"row {number} of {rows}: {len(tokens)} tokens, {trained} trained on (⟦…⟧)"),
+        Text(f"row {number} of {len(rows)}: {len(tokens)} tokens, {trained} trained on ({places})"),
         Text(f"template  {TEMPLATES[config.format]}; end token {end}; loss on {loss_on}"),
     ]
 

@@ -96,7 +96,7 @@ class SampleData:
             left_out=(*training.left_out, *validation.left_out),
             cut=(training.cut[0] + validation.cut[0], training.cut[1] + validation.cut[1]),
             tokens=(len(first.ids), len(second.ids)),
-            trained=(int(first.trained.sum()), int(second.trained.sum())),
+            trained=(_targets(first, rows[0]), _targets(second, rows[1])),
             rows=(len(rows[0]), len(rows[1])),
             context=config.context,
             packing=config.packing,
@@ -105,6 +105,13 @@ class SampleData:
             origin=self.tokenizer.origin,
             seconds=seconds,
         )
+
+
+def _targets(examples: Examples, rows: RowSource) -> int:
+    """Tokens that are trained on in an epoch; the first of a row, or of a sample, is not."""
+    if isinstance(rows, Rows):
+        return int(examples.trained[1 : len(rows) * rows.context + 1].sum())
+    return int(examples.targets.sum())
 
 
 def read_sample_data(
