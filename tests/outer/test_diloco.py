@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,6 +270,44 @@ def test_a_worker_that_is_ahead_keeps_its_steps_and_waits_for_the_mean() -> None
     (one,), (other,) = run_workers([1, 1], run)
     assert (one[0], other[0]) == (0, 2)
     assert largest_difference(one[1], other[1]) == 0.0
+
+
+def test_a_worker_that_returns_while_a_mean_is_on_its_way_gets_it() -> None:
+    """The leader had formed it, alone; who joined then sent its part, and waited for that mean."""
+    lost, sent, done = threading.Event(), threading.Event(), threading.Barrier(2)
+
+    def wait_for(some: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 20
+        while not some() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def run(worker: Worker) -> State:
+        net = plain_model()
+        sharded = sw.shard(net, wrap=sw.wrap.whole(), comm=worker.comm)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        outer = worker.outer(sharded, optimizer, every=3, delay=1)
+        if worker.number == 1:
+            outer.close()
+            lost.set()
+            sent.wait(20)
+            outer = worker.outer(sharded, optimizer, every=3, delay=1)
+        else:
+            lost.wait(20)
+            worker.steps(net, optimizer, outer, range(3))
+            sent.set()
+            link = outer._on_rank_0
+            wait_for(lambda: link._joining)
+            worker.steps(net, optimizer, outer, range(3, 4))  # it is admitted, and the mean applied
+            wait_for(lambda: link._ready)
+        worker.steps(net, optimizer, outer, range(outer.steps, 9))
+        outer.finish()
+        assert (outer.workers, set(outer.updates.values())) == ([0, 1], {3})
+        done.wait(20)
+        outer.close()
+        return state(net)
+
+    (first,), (second,) = run_workers([1, 1], run)
+    assert largest_difference(first, second) == 0
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])

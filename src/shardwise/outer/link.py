@@ -73,7 +73,7 @@ class Link:
         self._settled: set[int] = set()  # followers that have the state, or are sent it
         self._inbox: list[wire.Message] = []  # from the leader, while this worker joins it
         self._own: dict[Key, bytes] = {}  # sent, and without a mean yet
-        self._means: dict[Key, bytes] = {}
+        self._means: dict[Key, wire.Message] = {}  # until this worker takes them
         self._present = [place.worker]  # as the leader has said
         self._counts = {"sent": 0, "received": 0}  # bytes, of connections that have ended
         self.updates = 0  # of this worker, for others that ask
@@ -92,9 +92,9 @@ class Link:
         """Wait for a mean; ``None``: the leader is lost, or another one is to be followed."""
         self._wait(lambda: key in self._means or not self.connected, lambda: self._awaited(key))
         with self._changed:
-            if key in self._means:
+            if mean := self._means.pop(key, None):
                 self._own.pop(key, None)
-            return self._means.pop(key, None)
+            return bytes(mean.payload) if mean else None
 
     def unclaimed(self, updates: Mapping[str, int]) -> list[str]:
         """The units of whose next update the mean is there, and this worker has sent no part."""
@@ -223,9 +223,9 @@ class Link:
         peer = joining.peer
         with self._changed:
             if is_leader := self._leads:
-                for message in state:
+                # Means that are formed and not applied yet are newer than the state.
+                for message in (*state, wire.Message("welcome", {}), *self._means.values()):
                     peer.send(message)
-                peer.send(wire.Message("welcome", {}))
                 self._followers[peer.worker] = peer
                 if state:
                     self._settled.add(peer.worker)
@@ -262,7 +262,7 @@ class Link:
                 if len(message.payload) != (nbytes := self._nbytes_of_part[key.unit]):
                     raise ValueError(f"{len(message.payload)} bytes of {key}, not {nbytes}")
                 if message.kind == "mean":
-                    self._means[key] = bytes(message.payload)
+                    self._means[key] = message
                     self._present = message.fields["workers"]
                 else:
                     self._tally.add(peer.worker, key, bytes(message.payload))
@@ -304,10 +304,10 @@ class Link:
     def _form(self) -> None:
         """Form the means that are due, and send them."""
         for key, parts in self._tally.take():
-            self._means[key] = mean = self._form_mean(key, parts)
             fields = {**key._asdict(), "workers": sorted(self._tally.present)}
+            self._means[key] = mean = wire.Message("mean", fields, self._form_mean(key, parts))
             for peer in self._followers.values():
-                peer.send(wire.Message("mean", fields, mean))
+                peer.send(mean)
         self._changed.notify_all()
 
     def _accept(self) -> None:
