@@ -1,4 +1,4 @@
-"""The handle of a sharded model as optimizers and checkpoints see it: no front door."""
+"""The handle of a sharded model, as optimizers and checkpoints use it."""
 
 from __future__ import annotations
 
