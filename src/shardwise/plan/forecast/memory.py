@@ -70,14 +70,14 @@ class Heap(NamedTuple):
     Attributes:
         blocks, mapped: bytes at most of storages below the threshold, which leave holes; of others.
         holes: bytes that the forward pass of units that are not recomputed leaves in holes.
-        passing, freed: as in ``StepWork`` and its forward spans, where units are recomputed.
+        freed: bytes of holes that recomputed units leave, where those of each span's largest size
+            count twice: less that is small fits them.
         engine: bytes of small tensors of the engine at most, which fill holes.
     """
 
     blocks: int = 0
     mapped: int = 0
     holes: int = 0
-    passing: int = 0
     freed: int = 0
     engine: int = 0
 
@@ -89,8 +89,8 @@ class Heap(NamedTuple):
         mapped = reduce(Level.then, (span.mapped for span in spans))
         again = {unit for unit, each in work.units.items() if each.recomputed.kernels}
         holes = sum(span.holes for span in work.forward if span.unit not in again)
-        freed = sum(span.freed for span in work.forward if span.unit in again)
-        return cls(blocks.peak, mapped.peak, holes, work.passing if again else 0, freed)
+        freed = sum(span.freed + span.holes for span in work.forward if span.unit in again)
+        return cls(blocks.peak, mapped.peak, holes, freed)
 
     def held(self, kept: float) -> int:
         """Bytes of all at most, holes included; ``kept``: see ``MemoryForecast.process``.
@@ -98,7 +98,7 @@ class Heap(NamedTuple):
         Objects of autograd lie beside all blocks of the forward pass and keep holes apart. Those
         of what is recomputed end with it, so most of its holes join.
         """
-        holes = int(APART * max(0, self.holes)) + self.passing + int(kept * self.freed)
+        holes = int(APART * max(0, self.holes)) + int(kept * max(0, self.freed))
         return self.blocks + self.mapped + max(self.engine, holes)
 
 

@@ -138,7 +138,6 @@ def observe(
         first_gradients=recording.first_gradients,
         inputs=sum({storage_key(t): t.untyped_storage().nbytes() for t in batch}.values()),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
-        passing=recording.passing(),
     )
 
 

@@ -245,7 +245,7 @@ class Planner:
 
         def forward(depth: _Depth) -> StepWork:
             work = Planner(plainest)._work(plain, depth)
-            return replace(work, forward=work.forward[:-1], passing=0)  # then the graph goes
+            return replace(work, forward=work.forward[:-1])  # then the graph goes
 
         try:
             forward(few)  # which makes the tables that a process makes once

@@ -116,8 +116,6 @@ class Recording(TorchDispatchMode):
         self._outputs = _Bytes()
         self._blocks = 0  # bytes alive of storages below the threshold
         self._holes = list[int]()  # where the forward pass has freed some, the smallest first
-        self._changes = list[tuple[int, int]]()  # of them: a number for each, and bytes; freed: < 0
-        self._turned = 0  # how many of them were before the backward pass
         self._forward, self._backward = [_Span(None, 0, 0, 0)], list[_Span]()
         self._first_nodes = [next_sequence_number()]  # of each span of the forward pass
         self._calls: list[tuple[str | None, int]] = [(None, 0)]  # under way: unit, number of cue
@@ -155,7 +153,6 @@ class Recording(TorchDispatchMode):
     def turn(self) -> None:
         """The backward pass begins."""
         self._saved, self._kept = _Bytes(self._alive), _Bytes(self._copied)
-        self._turned = len(self._changes)
         self._backward.append(self._next(None))
 
     def holds(self, tensor: Tensor) -> bool:
@@ -203,23 +200,22 @@ class Recording(TorchDispatchMode):
         key = storage_key(tensor)
         if key in self._made or key in self._held:
             return
-        storage, span, number = tensor.untyped_storage(), self._span, len(self._changes)
+        storage, span = tensor.untyped_storage(), self._span
         nbytes = storage.nbytes()
-        self._made[key] = ref(storage, partial(self._end, key, span, nbytes, number))
-        self._change(span.unit, nbytes, number)
+        self._made[key] = ref(storage, partial(self._end, key, span, nbytes))
+        self._change(span.unit, nbytes)
         span.note(self._alive.total(), self._blocks)
 
-    def _end(self, key: int, span: _Span, nbytes: int, number: int, _: object) -> None:
+    def _end(self, key: int, span: _Span, nbytes: int, _: object) -> None:
         del self._made[key]
-        self._change(span.unit, -nbytes, number)
+        self._change(span.unit, -nbytes)
         if span is self._span and nbytes < self._maps_from:
             span.freed[nbytes] += 1
 
-    def _change(self, unit: str | None, nbytes: int, number: int) -> None:
+    def _change(self, unit: str | None, nbytes: int) -> None:
         self._alive[unit] += nbytes
         if abs(nbytes) < self._maps_from:
             self._blocks += nbytes
-            self._changes.append((number, nbytes))
             if not self._backward:
                 self._fill(nbytes)
 
@@ -271,18 +267,6 @@ class Recording(TorchDispatchMode):
             is_held = bool(begun) and cues[begun[-1]].op is Op.ENTER and holds[begun[-1]]
             at = next((end for end in own if end >= came), came) if is_held else came
             self.first_gradients[unit] = min(at, self.first_gradients.get(unit, at))
-
-    def passing(self) -> int:
-        """Bytes of storages that one pass makes and frees: see ``StepWork``."""
-        forward = self._changes[: self._turned]
-        freed = {number for number, nbytes in forward if nbytes < 0}
-        saved = {number for number, nbytes in forward if nbytes > 0} - freed
-        alive, most = Counter[int](), Counter[int]()
-        for number, nbytes in self._changes:
-            if number not in saved:
-                alive[abs(nbytes)] += nbytes
-                most[abs(nbytes)] = max(most[abs(nbytes)], alive[abs(nbytes)])
-        return most.total()
 
     def work_of(self, unit: str | None) -> UnitWork:
         """The work of one unit, or of none."""

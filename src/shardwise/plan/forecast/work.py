@@ -155,8 +155,6 @@ class StepWork:
         first_gradients: for each unit that trains, the span of ``backward`` with its first one.
         inputs: bytes of the batch.
         buffers: bytes of the model's buffers.
-        passing: bytes of storages below the threshold that one pass makes and frees: those of each
-            size that are alive at once at most, added up.
     """
 
     units: Mapping[str, UnitWork]
@@ -169,7 +167,6 @@ class StepWork:
     first_gradients: Mapping[str, int]
     inputs: int
     buffers: int
-    passing: int = 0
 
     @property
     def flops(self) -> int:
