@@ -59,8 +59,8 @@ def peak_row(model: str, machine: Machine, rows: int, recompute: bool) -> tuple[
     """A process of ``full_shard`` over messages: the mean of all ranks, each at its own peak."""
     world = machine.per_host
     with Workers(world, _train, model, rows, recompute) as workers:
-        loaded = all(workers.receive())  # the group exists, the model does not
-        start = sum(held_by(each.pid or 0, "Pss:") for each in workers.processes) / world
+        starts = workers.receive()  # the group exists, the model does not
+        start, loaded = sum(held for held, _ in starts) / world, all(here for _, here in starts)
         peak = sum(workers.receive()) / world
     forecast = forecast_of(task_of(model, rows), machine, "full_shard", recompute=int(recompute))
     accelerator = machine.accelerator
@@ -76,7 +76,8 @@ def _train(worker: Worker, model: str, rows: int, recompute: bool) -> None:
         task = task_of(model, rows)
         with torch.device("meta"):
             task.build()  # libraries of the model are loaded
-        worker.send("torch._dynamo" in sys.modules)
+        dist.barrier()  # a part of what ranks share counts for each: all have it
+        worker.send((held_by("self", "Pss:"), "torch._dynamo" in sys.modules))
         dist.barrier()
         net = task.build()
         comm = over(dist.group.WORLD, transport="messages")

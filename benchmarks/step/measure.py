@@ -167,8 +167,7 @@ def peak_memory(name: str, setup: Setup, world: int) -> tuple[int, int, float]:
         is built; and the seconds of the fastest step.
     """
     with Workers(world, _train, name, setup) as workers:
-        workers.receive()  # the group exists, the model does not
-        start = sum(held_by(process.pid or 0, "Pss:") for process in workers.processes)
+        start = sum(workers.receive())  # the group exists, the model does not
         workers.receive()  # two steps are done: nothing is set up any more
         peak = max((sum(each) for each in samples(workers, "Pss:")), default=0)
         return peak, start, min(map(max, zip(*workers.receive(), strict=True)))
@@ -178,7 +177,8 @@ def _train(worker: Worker, name: str, setup: Setup) -> None:
     with worker.group():
         prepare([name])
         batches = [batch_of(setup, worker.rank, number) for number in range(2 + WATCHED)]
-        worker.send("started")
+        dist.barrier()  # a part of what ranks share counts for each: all have it
+        worker.send(held_by("self", "Pss:"))
         dist.barrier()
         engine = ENGINES[name](setup)
         seconds: list[float] = []
