@@ -147,6 +147,17 @@ def test_the_report_counts_every_token(tmp_path: Path) -> None:
     assert "45 train + 5 validation samples, completion" in lines
 
 
+def test_the_report_names_columns_that_the_format_does_not_read(tmp_path: Path) -> None:
+    """Such as a system prompt beside the messages; empty ones say nothing."""
+    rows = [row | {"system": "Be brief.", "history": [], "id": i} for i, row in enumerate(ROWS)]
+    (data,) = prepared(tmp_path, 1, f"data.source={written(tmp_path / 'b.jsonl', rows)}")
+    assert isinstance(data.report, PreparedSamples)
+    assert "not read  system, id: completion has no such column" in format_record(data.report)
+    (plain,) = prepared(tmp_path, 1)
+    assert isinstance(plain.report, PreparedSamples)
+    assert not any(line.startswith("not read") for line in format_record(plain.report))
+
+
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
 @pytest.mark.parametrize("packing", ["true", "false", "concatenate"])
 def test_what_the_report_says_is_trained_on_are_the_targets_of_all_rows(

@@ -84,6 +84,8 @@ def _prepared_samples(r: PreparedSamples) -> list[str]:
     cut, tokens = r.cut
     return [
         _labelled("data", f"{r.source}: {_per_split(r.samples)} samples, {r.format}"),
+        *[_labelled("not read", f"{', '.join(r.unread)}: {r.format} has no such column")]
+        * bool(r.unread),
         *(_labelled("left out", str(rows)) for rows in r.left_out),
         *[_labelled("cut", f"{plural(cut, 'sample')} at data.context, {tokens:,} tokens lost")]
         * (cut > 0),

@@ -13,7 +13,7 @@ not know, or a missing text, without an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError, nearest
@@ -32,6 +32,7 @@ NOT_READ = ("tool_calls", "function_call", "reasoning_content", "reasoning", "th
 """Keys of a message whose text a chat template may write."""
 SWITCHES = ("weight", "train")
 """Keys with which other trainers leave a message out of the loss."""
+EMPTY: tuple[object, ...] = (None, "", [])
 
 Row = Mapping[str, Any]
 Message = dict[str, str]
@@ -81,12 +82,19 @@ def sample(row: Row, config: DataConfig) -> Sample:
     if config.format == "alpaca":
         input_text = _text(row, column["input"]) if row.get(column["input"]) is not None else ""
         return alpaca(_text(row, column["instruction"]), input_text, _text(row, column["output"]))
-    if row.get("tools") not in (None, "", [], "[]"):
+    if row.get("tools") not in (*EMPTY, "[]"):
         raise ConfigError(f"column 'tools' describes tools; {WITH_TOOLS}, or empty the column.")
     if config.format == "sharegpt":
         return _messages(_value(row, column["conversations"]), ("from", "value"), SHAREGPT_ROLES)
     roles = {role: role for role in ROLES}
     return _messages(_value(row, column["messages"]), ("role", "content"), roles)
+
+
+def unread_columns(rows: Iterable[Row], config: DataConfig) -> list[str]:
+    """Columns with values that data.format does not read, such as a ``system`` beside messages."""
+    read = {config.columns.get(name, name) for name in COLUMNS[config.format]}
+    filled = (name for row in rows for name, value in row.items() if value not in EMPTY)
+    return [name for name in dict.fromkeys(filled) if name not in read]
 
 
 def check_columns(rows: Sequence[Row], config: DataConfig) -> None:

@@ -82,6 +82,7 @@ class PreparedSamples:
         source, format, packing: as in the recipe.
         samples: that are trained on.
         left_out: rows that could not be used.
+        unread: columns that the format does not read.
         cut: samples that were longer than ``context``, and tokens of theirs that were cut off.
         tokens, trained: all tokens of the samples, and those that are trained on.
         rows: of ``context`` tokens.
@@ -94,6 +95,7 @@ class PreparedSamples:
     format: str
     samples: tuple[int, int]
     left_out: tuple[LeftOut, ...]
+    unread: tuple[str, ...]
     cut: tuple[int, int]
     tokens: tuple[int, int]
     trained: tuple[int, int]

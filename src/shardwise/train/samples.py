@@ -19,7 +19,7 @@ from shardwise.recipe.data_config import DataConfig
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import tokenizer as bpe
 from shardwise.train.batches import Rows, RowSource
-from shardwise.train.conversations import Sample, check_columns, sample
+from shardwise.train.conversations import Sample, check_columns, sample, unread_columns
 from shardwise.train.corpus import MAX_PLACES
 from shardwise.train.examples import tokenize, write
 from shardwise.train.folder import Folder
@@ -44,12 +44,14 @@ class SampleSplit:
         samples: those that have an answer.
         numbers: the row of each, counted from 1.
         empty: rows without one.
+        unread: columns that the format does not read.
     """
 
     source: str
     samples: list[Sample]
     numbers: list[int]
     empty: list[int]
+    unread: list[str]
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,13 @@ class TokenizedSplit:
         examples: the samples that are trained on.
         cut: samples that were longer than data.context, and the tokens that were cut off.
         left_out: samples that could not be used, by reason.
+        unread: columns of the data that the format does not read.
     """
 
     examples: Examples
-    cut: tuple[int, int]
-    left_out: tuple[LeftOut, ...]
+    cut: tuple[int, int] = (0, 0)
+    left_out: tuple[LeftOut, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class SampleData:
             format=config.format,
             samples=(len(first), len(second)),
             left_out=(*training.left_out, *validation.left_out),
+            unread=tuple(dict.fromkeys((*training.unread, *validation.unread))),
             cut=(training.cut[0] + validation.cut[0], training.cut[1] + validation.cut[1]),
             tokens=(len(first.ids), len(second.ids)),
             trained=(_targets(first, rows[0]), _targets(second, rows[1])),
@@ -136,7 +141,7 @@ def read_sample_data(
         tokenizer_file = bpe.load_or_train(folder, texts, recipe.tokenizer, added)
     with busy("tokenizing"):
         tokenizer = bpe.of_transformers(tokenizer_file.text, recipe.tokenizer, added)
-        first = TokenizedSplit(tokenize([], tokenizer, recipe.data.context).examples, (0, 0), ())
+        first = TokenizedSplit(tokenize([], tokenizer, recipe.data.context).examples)
         if not recipe.data.streaming.streams:
             first = tokenize_split(training, tokenizer, recipe.data)
             _check_answers(first, training, recipe.data)
@@ -181,9 +186,10 @@ def read_samples(config: DataConfig) -> tuple[SampleSplit, SampleSplit]:
 def _split(
     source: str, rows: Sequence[tuple[int, dict[str, Any]]], config: DataConfig
 ) -> SampleSplit:
-    split = SampleSplit(source, [], [], [])
+    every = [row for _, row in rows]
+    split = SampleSplit(source, [], [], [], unread_columns(every, config))
     try:
-        check_columns([row for _, row in rows], config)
+        check_columns(every, config)
     except ConfigError as error:
         raise ConfigError(f"data.source {source}: {error}") from None
     for number, row in rows:
@@ -219,7 +225,8 @@ def tokenize_split(
         "empty answer": split.empty,
         f"no answer within data.context {config.context}": too_long,
     }
-    return TokenizedSplit(tokenized.examples, tokenized.cut, tuple(_left_out(reasons)))
+    left_out, unread = tuple(_left_out(reasons)), tuple(split.unread)
+    return TokenizedSplit(tokenized.examples, tokenized.cut, left_out, unread)
 
 
 def window_rows(
