@@ -53,7 +53,7 @@ def user_call(thread: int) -> str:
 
 def activity() -> str:
     """The work of this process, such as ``"step 12: backward of blocks.3"``."""
-    return ", ".join(filter(None, (one.activity() for one in list(active))))
+    return ", ".join(filter(None, dict.fromkeys(one.activity() for one in list(active))))
 
 
 def stack_of(thread: int) -> str:
