@@ -28,13 +28,16 @@ from tests.ranks import gloo_group, outcomes_of
 Transport = Literal["memory", "messages"]
 
 
-def judged(seed: int, transport: Transport | None = None) -> tuple[Verdict, str]:
-    """The verdict on program ``seed``, on 1, 2 or 3 ranks, and its text.
+def judged(
+    seed: int, transport: Transport | None = None, world: int | None = None
+) -> tuple[Verdict, str]:
+    """The verdict on program ``seed``, and its text.
 
     Args:
         transport: of ranks that are processes; ``None``: they are threads.
+        world: number of ranks; ``None``: 1, 2 or 3. Of four most programs are on a grid of 2 × 2.
     """
-    world = (1, 2, 3)[seed % 3]
+    world = world or (1, 2, 3)[seed % 3]
     text = program_text(seed, world)
     names = namespace(text)
     on_ranks = None if transport is None else partial(on_processes, text, transport)
@@ -81,12 +84,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--transport", choices=("memory", "messages"))
+    parser.add_argument("--world", type=int, choices=range(1, 5))
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     seeds = range(given.first, given.first + given.seeds)
     programs, checkpoints = Counter[str](), Counter[str]()
     for seed in seeds:
-        judgement, text = judged(seed, given.transport)
+        judgement, text = judged(seed, given.transport, given.world)
         programs[judgement.word] += 1
         if judgement.word in ("wrong", "crashed"):
             write(f"# seed {seed}: {judgement}\n{text}")

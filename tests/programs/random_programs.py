@@ -204,7 +204,7 @@ def program_text(seed: int, world: int) -> str:
         classes=classes,
         parts=", ".join(f"Part{kinds.index(name)}()" for name in names),
         reads=reads if has_reads else "",
-        arguments=_arguments(draw),
+        arguments=_arguments(draw, world),
         optimizer=draw.choice(OPTIMIZERS).replace("GROUPS", groups),
         loop=indent("".join(_step(draw, step) for step in steps), "    "),
         world=world,
@@ -212,12 +212,13 @@ def program_text(seed: int, world: int) -> str:
     )
 
 
-def _arguments(draw: random.Random) -> str:
+def _arguments(draw: random.Random, world: int) -> str:
     strategy = draw.choice(STRATEGIES)
     mesh = ""
-    if draw.random() < 0.2:
+    if draw.random() < (0.8 if world == 4 else 0.2):
         strategy = draw.choice(HYBRIDS)
-        mesh = draw.choice((", mesh=(1, env.world)", ", mesh=(env.world, 1)"))
+        grids = (", mesh=(1, env.world)", ", mesh=(env.world, 1)")
+        mesh = draw.choice(grids) if world < 4 else ", mesh=(2, 2)"
     option = _weighted(draw, OPTIONS)
     return f', strategy="{strategy}"{mesh}' + (f", {option}" if option else "")
 

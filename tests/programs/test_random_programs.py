@@ -56,3 +56,12 @@ def test_so_it_is_where_every_weights_gradient_is_computed_in_its_slot(
 def test_so_it_is_on_ranks_that_are_processes(seed: int, transport: Transport) -> None:
     verdict, text = judged(seed, transport)
     assert is_right(verdict), f"{verdict}\n\n{text}"
+
+
+@pytest.mark.parametrize("transport", ["memory", "messages"])
+@pytest.mark.parametrize(
+    "seed", [3, *(pytest.param(seed, marks=pytest.mark.prove) for seed in range(400, 440))]
+)
+def test_so_it_is_on_a_grid_of_four_processes(seed: int, transport: Transport) -> None:
+    verdict, text = judged(seed, transport, world=4)
+    assert is_right(verdict), f"{verdict}\n\n{text}"
