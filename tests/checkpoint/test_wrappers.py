@@ -95,7 +95,9 @@ def test_either_loads_what_the_other_saved(
         assert all(moments[name]["exp_avg"].abs().sum() > 0 for name in PARAMETERS)
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."]
+)
 def test_a_file_of_another_program_with_such_names_is_read(tmp_path: Path, prefix: str) -> None:
     states = {f"{prefix}{name}": value + 1 for name, value in plain().state_dict().items()}
     save_file(states, tmp_path / "model.safetensors")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.convert.normalize import (
@@ -33,6 +35,10 @@ def trained(make: Any = torch.optim.AdamW, **options: Any) -> tuple[Net, torch.o
     optimizer = make(model.parameters(), **options)
     steps(model, optimizer)
     return model, optimizer
+
+
+def muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in params if param.ndim == 2])
 
 
 def named(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -67,7 +73,11 @@ def test_names_that_begin_like_a_key_stay_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "module._orig_mod."]
+    "prefix",
+    [
+        *("module.", "_orig_mod.", "_fsdp_wrapped_module."),
+        *("module._orig_mod.", "_orig_mod.module."),
+    ],
 )
 def test_parts_of_names_that_wrappers_put_there(prefix: str) -> None:
     states = {f"{prefix}{name}": value for name, value in net().state_dict().items()}
@@ -110,6 +120,14 @@ def test_groups_that_are_none_are_refused(groups: Any) -> None:
     optim = {"state": {}, "param_groups": groups}
     with pytest.raises(sw.CheckpointError, match=r"optimizer (is|are) "):
         normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_tensors_beside_a_model_are_none_of_its_weights(prefix: str) -> None:
+    weights = {f"{prefix}{name}": value for name, value in net().state_dict().items()}
+    states = {"model_state_dict": weights, "loss": torch.tensor(0.3)}
+    state = normalize([tree_of(states)])
+    assert (list(state.weights), state.left_out) == (list(net().state_dict()), ["loss"])
 
 
 def test_what_has_no_place_is_listed() -> None:
@@ -206,8 +224,8 @@ def test_the_class_is_known_by_what_it_keeps(make: Any, options: Any, kind: str)
     assert class_of(normalize([tree_of(states)])) == kind
 
 
-@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam])
-def test_a_class_that_keeps_the_same_as_adam_is_not_taken_for_it(make: Any) -> None:
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam, muon])
+def test_a_class_that_keeps_the_same_as_another_is_not_taken_for_it(make: Any) -> None:
     model, optimizer = trained(make)
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     with pytest.raises(sw.CheckpointError, match="--optimizer-class"):

@@ -122,6 +122,28 @@ def test_chunks_that_leave_holes_are_an_error(tmp_path: Path) -> None:
         read_torch(folder)["w"].read()
 
 
+def test_chunks_that_overlap_leave_a_hole_as_well(tmp_path: Path) -> None:
+    folder = dcp_folder(tmp_path / "dcp")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].chunks[1].offsets = torch.Size([1])
+    index = MetadataIndex("w", torch.Size([1]))
+    metadata.storage_data[index] = metadata.storage_data[MetadataIndex("w", torch.Size([2]))]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(sw.CheckpointError, match=r"'w' could not be read: .*do not make up"):
+        read_torch(folder)["w"].read()
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(2).long()], ids=["shape", "dtype"])
+def test_a_chunk_that_would_be_spread_or_cast_is_an_error(value: Any, tmp_path: Path) -> None:
+    folder = dcp_folder(tmp_path / "dcp", extra=value)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    of_extra = metadata.storage_data[MetadataIndex("extra")]
+    metadata.storage_data[MetadataIndex("w", torch.Size([2]))] = of_extra
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(sw.CheckpointError, match=r"'w' could not be read: .*not as described"):
+        read_torch(folder)["w"].read()
+
+
 @pytest.mark.parametrize("value", [torch.ones(2), 5, {}], ids=["a tensor", "a number", "nothing"])
 def test_a_file_without_names_is_said(value: Any, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "a.pt")

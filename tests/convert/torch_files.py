@@ -100,7 +100,8 @@ def fsdp2_saves(world: int, run: str) -> WholeState:
 def fsdp2_loads(rank: int, world: int, folder: str, run: str) -> WholeState:
     """A fresh model and optimizer, filled from a DCP folder."""
     with gloo_group(rank, world, folder):
-        model, optimizer = fsdp2(world)
+        model, _ = fsdp2(world)
+        optimizer = torch.optim.AdamW(model.named_parameters())  # which asks for the names, too
         steps(model, optimizer, 1)  # other values, and state to be filled
         states, optim = get_state_dict(model, optimizer)
         state = {"model": states, "optimizer": optim, "step": 0}

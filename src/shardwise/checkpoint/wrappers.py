@@ -60,8 +60,8 @@ def bare_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_wrappers(names: Collection[str]) -> dict[str, str]:
     """Name that was stored → name without wrappers; ``module.`` is one where all begin with it."""
-    all_held = [MODULE] if all(name.startswith(f"{MODULE}.") for name in names) else ()
-    return {name: bare(name, all_held) for name in names}
+    held = f"{MODULE}." * all(bare(name).startswith(f"{MODULE}.") for name in names)
+    return {name: bare(name).removeprefix(held) for name in names}
 
 
 def of_plain_model(stored: Mapping[str, T]) -> dict[str, T]:

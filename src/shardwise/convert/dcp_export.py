@@ -110,8 +110,7 @@ def _states(
     if whole is None:
         whole = source.manifest is not None and source.has(training_state.NAME)
     stored = stored_tensors(source, whole)
-    weights = stored[MODEL]
-    weights |= {alias: weights[name] for alias, name in source.aliases.items()}
+    weights = stored[MODEL] | {new: stored[MODEL][name] for new, name in source.aliases.items()}
     states: dict[str, Any] = {"model": {name: _meta(place) for name, place in weights.items()}}
     places = {f"model.{name}": place for name, place in weights.items()}
     if not whole:
@@ -138,9 +137,10 @@ def _groups(document: Document, state: dict[str, dict[str, Any]]) -> list[dict[s
         for name, values in record["values"].items():
             state.setdefault(name, {}).update(json_codec.decode(values))
     groups = (group for record in records for group in record["groups"])
-    return [
-        {**AS_TORCH_BUILDS, **json_codec.decode(group["options"]), "params": [*group["params"]]}
+    return [  # an optimizer over named parameters asks for their names, too
+        {**AS_TORCH_BUILDS, **json_codec.decode(group["options"]), "params": n, "param_names": n}
         for group in groups
+        for n in [[*group["params"]]]
     ]
 
 

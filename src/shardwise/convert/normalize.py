@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.checkpoint import json_codec
 from shardwise.checkpoint.optimizer_state import AS_BUILT
 from shardwise.checkpoint.safetensors_format import DTYPES
-from shardwise.checkpoint.wrappers import MODULE, bare, renamed
+from shardwise.checkpoint.wrappers import MODULE, bare, renamed, without_wrappers
 from shardwise.convert.torch_reader import TorchTensor, Tree
 from shardwise.errors import CheckpointError
 
@@ -69,11 +69,12 @@ def _add_source(result: NormalizedState, tree: Tree) -> None:
         return
     for name, optimizer in _pop(tree, OPTIMIZERS).items():
         _add_optimizer(result, f"{name}.", optimizer)
-    for prefix, model in _pop(tree, MODELS).items():
+    models = _pop(tree, MODELS)
+    for prefix, model in models.items():
         for name, value in _leaves(model):
             _add_weight(result, name, value, prefix)
     for key, value in tree.items():
-        if isinstance(value, TorchTensor):
+        if isinstance(value, TorchTensor) and not models:  # beside a model: a loss, generators
             _add_weight(result, str(key), value)
         elif key in STEPS and type(value) is int and 0 <= value < 1 << 63:
             result.step = value  # of the run: a scheduler has one of its own, further inside
@@ -156,10 +157,11 @@ def _encoded(
 
 def _remove_wrappers(result: NormalizedState) -> None:
     """Rename all to the names that the model itself has."""
-    in_module = all(name.startswith(f"{MODULE}.") for name in result.weights)
+    names = without_wrappers(result.weights)
+    held = f"{MODULE}." * any(names[name] != bare(name) for name in names)
 
     def plain(name: Any) -> Any:
-        return bare(name, [MODULE] * in_module) if isinstance(name, str) else name
+        return bare(name).removeprefix(held) if isinstance(name, str) else name
 
     result.weights = renamed(result.weights, plain)
     result.state = renamed(result.state, plain)
@@ -226,7 +228,7 @@ def class_of(state: NormalizedState) -> str:
     adam = {"exp_avg", "exp_avg_sq"} <= keys and "amsgrad" in options
     if adam and "momentum_decay" not in options and decoupled in ({True}, {False}):
         return "AdamW" if decoupled == {True} else "Adam"
-    if {"momentum", "nesterov"} <= options:
+    if {"momentum", "nesterov", "dampening"} <= options:  # the last is not Muon's
         return "SGD"
     raise CheckpointError(
         f"the optimizer keeps {', '.join(sorted(keys)) or 'nothing'} with the options "

@@ -183,11 +183,8 @@ def _folder(source: Path, trust: bool) -> Tree:
     for name, kind in metadata.state_dict_metadata.items():
         places = chunks.get(name, {})
         if type(kind).__name__ == "TensorStorageMetadata":
-            code, load = (
-                code_of(kind.properties.dtype, name),
-                partial(_joined, source, kind, places),
-            )
-            value: Any = TorchTensor(source, name, code, tuple(kind.size), load)
+            dtype, load = kind.properties.dtype, partial(_joined, source, kind, places)
+            value: Any = TorchTensor(source, name, code_of(dtype, name), tuple(kind.size), load)
         else:
             value = _chunk(source, next(iter(places.values())), trust, name)
         *parents, key = paths.get(name, (name,))
@@ -201,13 +198,17 @@ def _folder(source: Path, trust: bool) -> Tree:
 def _joined(source: Path, kind: Any, places: Mapping[Any, Any]) -> Tensor:
     """A tensor from all its chunks."""
     sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in kind.chunks}
-    if sum(map(prod, sizes.values())) != prod(kind.size):
-        raise ValueError(f"its chunks do not make up its shape {tuple(kind.size)}")
     whole = torch.empty(tuple(kind.size), dtype=kind.properties.dtype)
+    absent = torch.ones(whole.shape, dtype=torch.bool)
     for offsets, lengths in sizes.items():
-        ranges = (slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
+        ranges = tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
         if prod(lengths):
-            whole[tuple(ranges)] = _chunk(source, places[offsets], False, "a tensor")
+            part = _chunk(source, places[offsets], False, "a tensor")
+            if (part.dtype, *part.shape) != (whole.dtype, *lengths):  # which torch would spread
+                raise ValueError(f"a chunk of {(*part.shape,)} {part.dtype} is not as described")
+            whole[ranges], absent[ranges] = part, False
+    if bool(absent.any()):
+        raise ValueError(f"its chunks do not make up its shape {tuple(kind.size)}")
     return whole
 
 
