@@ -169,6 +169,35 @@ def test_every_counts_from_one() -> None:
 # ---- on the host -------------------------------------------------------------------------------
 
 
+class Branches(nn.Module):
+    """Two units inside, of which one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.used, self.unused = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(torch.tanh(self.own(x)))
+        return out
+
+
+def test_inputs_on_the_host_gather_no_unit_inside_that_is_not_called() -> None:
+    policy = sw.ActivationCheckpointing("Branches", offload=True)
+    wrap = sw.wrap.by_hand("0", "0.used", "0.unused")
+
+    def rank(comm: Comm) -> tuple[list[str], set[str]]:
+        model = nn.Sequential(Branches())
+        sharded = sw.shard(model, wrap=wrap, comm=comm, activation_checkpointing=policy)
+        for _ in range(2):  # the first gathers what may be used
+            with sw.record(sharded) as recording:
+                model(torch.ones(2, 4)).sum().backward()
+        return units_of(recording.events, Op.GATHER), sharded.runtime.facts.pinned
+
+    for gathered, pinned in run_threads(2, rank):
+        assert "0.unused" not in gathered
+        assert not pinned
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_inputs_on_the_host_free_those_of_the_device(offload: bool) -> None:
     """On CPU the host's copies are a second pool; parameters are never copied into it."""

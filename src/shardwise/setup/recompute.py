@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
-from shardwise.torch_internals import storage_key
+from shardwise.torch_internals import disable_torch_function, storage_key
 
 Forward = Callable[..., Any]
 
@@ -48,16 +48,16 @@ def recompute(module: nn.Module) -> Forward:
 
 
 def offload(module: nn.Module, device: torch.device) -> Forward:
-    """A ``forward`` whose saved tensors lie in host memory, except parameters and buffers.
-
-    Parameters are gathered again for the backward pass: their copies would be whole units.
-    """
+    """A ``forward`` whose saved tensors lie in host memory, except parameters and buffers."""
     forward = module.forward
     kind = {} if device.type == "cpu" else {"device_type": device.type}
     host = save_on_cpu(pin_memory=True, **kind)
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        held = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        # Parameters are gathered again for the backward pass: their copies would be whole units. Here
+        # those of units inside are shards, which must not be read as a program reads them.
+        with disable_torch_function():
+            held = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
         def pack(tensor: Tensor) -> Any:
             return tensor if storage_key(tensor) in held else host.pack_hook(tensor)
