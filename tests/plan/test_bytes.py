@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.plan.bytes import Kept, table_of
+from shardwise.plan.bytes import Kept, kept, table_of
+from shardwise.plan.draw import draw
 from shardwise.plan.forecast.memory import OPTIMIZERS
 from tests.fake import FakeComm
 from tests.nets import NETS, Net, loss
@@ -19,6 +21,7 @@ from tests.ranks import run_threads
 from tests.steps import STRATEGIES
 
 FROZEN, SCALAR = NETS[3], NETS[4]
+COUNTED = ("gather", "update", "reduce")
 MAKE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -141,3 +144,36 @@ def test_sharding_divides_what_is_kept_by_the_number_of_ranks() -> None:
     assert rows[3].gathered < rows[2].gathered == 4 * numel
     assert rows[3].buckets == 2 * 4 * 1024 * 1024  # one is written while another travels
     assert rows[3].calls == {"forward gather": 4, "backward gather": 3, "reduce": 4}
+
+
+AXES = (
+    (SCALAR, "full_shard", 1, None),
+    (FROZEN, "zero1", 2, None),
+    (SCALAR, "hybrid_shard", 3, (3, 1)),
+    (SCALAR, "hybrid_full", 4, (2, 2)),
+)
+
+
+def test_calls_are_the_collectives_that_are_counted() -> None:
+    """A gather among one rank is none, and what is frozen and stays is gathered once."""
+    for net, strategy, world, mesh in AXES:
+
+        def counted(
+            comm: Comm, net: Net = net, strategy: str = strategy, mesh: Any = mesh
+        ) -> dict[str, int]:
+            model = net.build()
+            sharded = sw.shard(model, strategy, comm=comm, mesh=mesh)
+            axes = {axis for bucket in sharded.buckets for axis in bucket.mesh}
+            loss(model, net.batch(comm.rank, 2)).backward()
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+            for axis in axes:
+                axis.counters.reset()
+            loss(model, net.batch(comm.rank, 2)).backward()
+            return {op: sum(axis.counters.calls.get(op, 0) for axis in axes) for op in COUNTED}
+
+        model = net.build()
+        calls = Counter[str]()
+        drawn = draw(model, strategy, ranks=(0, world), mesh=mesh)
+        for name, number in kept(model, drawn).calls.items():
+            calls[name.split()[-1].replace("average", "reduce")] += number
+        assert run_threads(world, counted) == [{op: calls[op] for op in COUNTED}] * world

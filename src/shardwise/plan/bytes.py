@@ -38,8 +38,8 @@ class Kept:
         padding: of the parameters, which no tensor shows.
         gathered: full buckets at most at a time, besides what is kept.
         buckets: gradients that are written or travel at most at a time.
-        sent: by this rank in a step.
-        calls: collectives of a step: ``{"forward gather": 3, …}``.
+        sent: by this rank in a step, any but the first.
+        calls: collectives of such a step: ``{"forward gather": 3, …}``.
     """
 
     strategy: str
@@ -131,17 +131,17 @@ def _joined(spec: BucketSpec) -> int:
 
 
 def _calls(events: Sequence[Event], blueprint: Blueprint) -> dict[str, int]:
-    """Collectives by phase, one for each bucket that takes part."""
+    """Collectives by phase, one for each bucket that takes part and has peers on that axis."""
     counts: Counter[str] = Counter()
-    split = blueprint.placement.splits
     for event in events:
         specs = blueprint.specs.get(event.unit, ())
-        if event.op is Op.GATHER and split:
-            counts[f"{event.phase} gather"] += len(specs)
+        trained = [spec for spec in specs if spec.trainable]
+        if event.op is Op.GATHER:
+            counts[f"{event.phase} gather"] += sum(not s.kept and s.shard.size > 1 for s in specs)
         elif event.op is Op.UPDATE:
             counts["update"] += sum(spec.splits_copies for spec in specs)
         elif event.op is Op.REDUCE:
-            counts["reduce"] += sum(spec.trainable for spec in specs)
+            counts["reduce"] += sum(spec.averages[0][0].size > 1 for spec in trained)
         elif event.op is Op.AVERAGE:
-            counts["average"] += sum(spec.trainable for spec in specs)
-    return dict(counts)
+            counts["average"] += len(trained)
+    return dict(+counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
@@ -320,3 +322,66 @@ def test_the_products_of_a_tokens_experts_are_counted_in_any_dtype(dtype: torch.
     one_expert = 2 * 48 * 32 * 48 * 3  # of a Llama, whose MLP is as wide
     assert work.flops == of_llama().flops + 3 * 2 * (router + one_expert)
     assert work.saved == kept(lambda: model(**batch).loss)
+
+
+# ---- the backward pass -------------------------------------------------------------------------
+
+
+class Aside(nn.Module):
+    """One layer whose output is detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.aside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lin(x) + self.aside(x).detach()
+        return out
+
+
+class Reentrant(nn.Module):
+    """Layers that are recomputed in the reentrant way, which has no graph in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x if x.requires_grad else x.clone().requires_grad_()
+        out: Tensor = checkpoint(self.inner, given, use_reentrant=True)
+        return out
+
+
+class Box:
+    """No container that torch knows."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxes(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class Boxed(nn.Module):
+    """A unit that returns an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Boxes(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.inner(x).value)
+        return out
+
+
+@pytest.mark.parametrize("part", [Aside, Reentrant, Boxed])
+def test_the_backward_pass_comes_to_the_units_of_a_real_one(part: type[nn.Module]) -> None:
+    model = nn.Sequential(part(), part(), nn.Linear(4, 4))
+    x, wrap = torch.ones(2, 4), sw.wrap.by_class(nn.Linear)
+    work = observe(model, choose_units(model, wrap), (x,), {})
+    sharded = sw.shard(model, wrap=wrap)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert work.order == sharded.runtime.schedules.orders["train"]

@@ -422,6 +422,13 @@ def test_in_the_last_micro_batch_only_what_is_not_kept_is_loaded() -> None:
     assert table(script, Phase.FORWARD, Op.LOAD) == "load layers.0"
 
 
+def test_the_last_micro_batch_frees_no_unit_that_none_before_has_entered() -> None:
+    placements = dict.fromkeys(["root", "layers.0", "unused"], ZERO1)
+    given = replace(policy(0, 0), placements=placements)
+    script = events(layers(1), given, weights(layers(1)), "last")
+    assert {event.unit for event in script if event.op is Op.FREE} == {"root", "layers.0"}
+
+
 # ---- one cue ---------------------------------------------------------------------------------
 
 

@@ -225,7 +225,7 @@ class _Walk:
         if mode == "last":
             for unit in trained:
                 self._holdings.collect(unit, keeps=True)
-            for unit in _kept_whole(policy):
+            for unit in _kept_whole(policy, order):
                 self._holdings.gather(unit)
         played = steps(order, policy, nbytes, mode)
         behind = len(order.forward)  # cues before the backward pass
@@ -260,9 +260,10 @@ def _spans(work: StepWork | None, steps: int) -> Sequence[Sequence[Span]]:
     return [*zip(forward[:-1]), turn, *zip(backward[1:])]
 
 
-def _kept_whole(policy: Policy) -> list[str]:
+def _kept_whole(policy: Policy, order: Order) -> list[str]:
     """Units that micro-batches before have left gathered."""
-    return [u for u, place in policy.placements.items() if policy.gathers(u) and not place.frees]
+    used = dict.fromkeys(cue.unit for cue in order.forward)
+    return [u for u in used if policy.gathers(u) and not policy.placements[u].frees]
 
 
 def _first_gradients(order: Order, trained: Sequence[str]) -> dict[str, int]:

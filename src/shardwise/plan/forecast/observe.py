@@ -28,6 +28,7 @@ from shardwise.errors import ConfigError, ScheduleError, ShardwiseError
 from shardwise.plan.forecast.absent_compiler import without_compiler
 from shardwise.plan.forecast.meta_autocast import let_autocast_be_off
 from shardwise.plan.forecast.recording import Recording
+from shardwise.plan.forecast.reentrant import without_reentrance
 from shardwise.plan.forecast.work import MMAP_THRESHOLD, StepWork
 from shardwise.plan.in_slot import forward_in_slot, is_large
 from shardwise.plan.order import on_meta
@@ -145,7 +146,7 @@ def observe(
 def _on_meta_alone() -> Iterator[None]:
     """Replace what torch and transformers cannot do where tensors have no values."""
     let_autocast_be_off()
-    with without_compiler(), _fused_attention(), _one_sequence_a_row():
+    with without_compiler(), _fused_attention(), _one_sequence_a_row(), without_reentrance():
         yield
 
 

@@ -17,6 +17,7 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from shardwise.plan.forecast.kernels import is_kernel, moved, products
 from shardwise.plan.forecast.work import MMAP_THRESHOLD, Level, Pass, Product, Span, UnitWork
@@ -119,7 +120,9 @@ class Recording(TorchDispatchMode):
         self._forward, self._backward = [_Span(None, 0, 0, 0)], list[_Span]()
         self._first_nodes = [next_sequence_number()]  # of each span of the forward pass
         self._calls: list[tuple[str | None, int]] = [(None, 0)]  # under way: unit, number of cue
-        self._comes_back: list[bool] = []  # for each cue: does the call have a backward pass?
+        self._shows: list[bool] = []  # for each cue that ends a call: does that return tensors?
+        self._reached = set[int]()  # spans of the forward pass to whose nodes autograd comes
+        self._comes_to = set[int]()  # cues that end calls to whose outputs it does
         self._holds: list[bool] = []  # for each cue: does its end tell of small gradients?
         self._first_small = dict[str, int]()
         self.first_gradients: dict[str, int] = {}  # by unit: the number of the backward span
@@ -135,14 +138,16 @@ class Recording(TorchDispatchMode):
         if self._backward:
             return
         self.cues.append(cue)
-        self._comes_back.append(False)
+        self._shows.append(bool(_tensors(output)))
         self._holds.append(any(tensor.requires_grad for tensor in _tensors(given)))
         if cue.op is Op.ENTER:
             self._calls.append((cue.unit, len(self.cues) - 1))
         else:
             _, entered = self._calls.pop()
-            comes = _has_nodes(output, self._first_nodes[entered])
-            self._comes_back[entered] = self._comes_back[-1] = comes
+            nodes = _nodes_of(output, self._first_nodes[entered])
+            for node in nodes:
+                node.register_prehook(partial(_note_that, self._comes_to, len(self.cues) - 1))
+            comes = bool(nodes)
             self._holds[-1] = self._holds[entered]
             self._holds[self._calls[-1][1]] |= comes and self._calls[-1][0] is not None
             made = {storage_key(t): t for t in _tensors(output) if not self.holds(t)}
@@ -232,6 +237,7 @@ class Recording(TorchDispatchMode):
         if node is None:
             return
         place = bisect_right(self._first_nodes, sequence_number(node)) - 1
+        self._reached.add(place)
         self._go_back_to(place)
 
     def _go_back_to(self, place: int) -> None:
@@ -247,7 +253,7 @@ class Recording(TorchDispatchMode):
         spans = [before.until(after) for before, after in pairwise(every)]
         forward, (first, *rest) = spans[: len(self._forward)], spans[len(self._forward) :]
         cues, backward, places = list[Cue](), [first], [0]
-        for cue, span, comes in zip(mirror(self.cues), rest, self._comes_back[::-1], strict=True):
+        for cue, span, comes in zip(mirror(self.cues), rest, self._coming()[::-1], strict=True):
             if comes:
                 cues.append(cue)
                 backward.append(span)
@@ -257,6 +263,21 @@ class Recording(TorchDispatchMode):
         self._end_holds()
         self.first_gradients = {unit: places[at] for unit, at in self.first_gradients.items()}
         return Order(tuple(self.cues), tuple(cues)), tuple(forward), tuple(backward)
+
+    def _coming(self) -> list[bool]:
+        """Say for each cue whether the backward pass comes to its call.
+
+        To what a call returned; of what hides in an object only kernels tell.
+        """
+        coming, entered = [False] * len(self.cues), list[int]()
+        for place, cue in enumerate(self.cues):
+            if cue.op is Op.ENTER:
+                entered.append(place)
+                continue
+            first = entered.pop()
+            hidden = not self._shows[place] and self._reached & {*range(first + 1, place + 1)}
+            coming[first] = coming[place] = place in self._comes_to or bool(hidden)
+        return coming
 
     def _end_holds(self) -> None:
         """Add small gradients to the others: at the end of their call, where that tells of them."""
@@ -288,10 +309,14 @@ def _summed(kernels: Iterable[_Kernels]) -> _Kernels:
     return sum(kernels, start=_Kernels())
 
 
-def _has_nodes(output: Any, first: int) -> bool:
-    """Were nodes of autograd that made ``output`` made from the number ``first`` on?"""
-    nodes = [tensor.grad_fn for tensor in _tensors(output)]
-    return any(sequence_number(node) >= first for node in nodes if node is not None)
+def _nodes_of(output: Any, first: int) -> list[Node]:
+    """The nodes of autograd that made ``output``, of those made from the number ``first`` on."""
+    nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+    return [node for node in nodes if sequence_number(node) >= first]
+
+
+def _note_that(places: set[int], place: int, _: Any) -> None:
+    places.add(place)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

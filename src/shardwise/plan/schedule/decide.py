@@ -219,7 +219,7 @@ def steps(
     end = Cue(Op.END, "", Phase.BACKWARD if order.backward else Phase.FORWARD)
     cues = (*order.forward, *order.backward, end)
     trained = frozenset(unit for unit, taken in nbytes.items() if taken.gradients)
-    facts, expected = _at_start(policy, mode, trained), _Expected(cues, policy, nbytes)
+    facts, expected = _at_start(policy, mode, trained, order), _Expected(cues, policy, nbytes)
     played: list[Step] = []
     for position, cue in enumerate(cues):
         facts.calls[cue.phase][cue.unit] -= cue.op is Op.EXIT
@@ -230,12 +230,12 @@ def steps(
     return tuple(played)
 
 
-def _at_start(policy: Policy, mode: Mode, trained: frozenset[str]) -> Facts:
+def _at_start(policy: Policy, mode: Mode, trained: frozenset[str], order: Order) -> Facts:
     """Return what was done when a step begins."""
     facts = Facts(mode != "accumulate", trained, reloads=policy.reloads)
     if mode == "last":  # what was not freed is there, and no optimizer has stepped since
-        placed = policy.placements.items()
-        facts.gathered = {unit for unit, p in placed if policy.gathers(unit) and not p.frees}
+        used = {cue.unit for cue in order.forward if policy.gathers(cue.unit)}
+        facts.gathered = {unit for unit in used if not policy.placements[unit].frees}
         facts.loaded |= policy.loads - policy.reloads
         facts.updated |= policy.joins - policy.reloads
     return facts
