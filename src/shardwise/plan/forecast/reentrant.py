@@ -20,7 +20,7 @@ class _NotReentrant:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Without an input that has a gradient, the outputs of a reentrant one have none either."""
+        """Outputs of a reentrant one have no gradient where no input has one."""
         has_graph = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         with torch.set_grad_enabled(has_graph and torch.is_grad_enabled()):
             return checkpoint.checkpoint(
