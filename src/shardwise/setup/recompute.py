@@ -54,8 +54,8 @@ def offload(module: nn.Module, device: torch.device) -> Forward:
     host = save_on_cpu(pin_memory=True, **kind)
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        # Parameters are gathered again for the backward pass: their copies would be whole units. Here
-        # those of units inside are shards, which must not be read as a program reads them.
+        # Parameters are gathered again for the backward pass: copies of them would be whole units.
+        # Those of units inside are shards here, which to read would gather.
         with disable_torch_function():
             held = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
 

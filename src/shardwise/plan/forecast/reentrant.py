@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 
 
 class _NotReentrant:
-    """In the place of ``torch.utils.checkpoint.CheckpointFunction``."""
+    """Stands for ``torch.utils.checkpoint.CheckpointFunction``."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
