@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.plan.forecast.holdings import Kind
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import foresight
 from shardwise.train.comparison import Compared
@@ -54,7 +55,27 @@ def test_the_engine_holds_the_planned_bytes_at_every_event(
     assert comparison.planned_memory >= max(engine or 0 for engine, _ in step["planned"])
 
 
-def given_to_compare(watched: Watched, recipe: Recipe, options: Foresight = USUAL) -> Any:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_so_it_does_where_parts_of_three_ranks_are_received(
+    watched: Watched, tmp_path: Path, precision: str
+) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        *SHORT,
+        "batch.micro=4",
+        "run.throughput_warmup=2",
+        f"sharding.precision={precision}",
+    )
+    plan, step, rate = given_to_compare(watched, recipe, world=3)
+    assert any(each.most[Kind.COMMUNICATION] for each in plan.engine)
+    assert compared(plan, step, rate).differs == ""
+    step["moments"][-2][1][0] += 8
+    assert "bytes planned" in (compared(plan, step, rate).differs or "")
+
+
+def given_to_compare(
+    watched: Watched, recipe: Recipe, options: Foresight = USUAL, world: int = 1
+) -> Any:
     """The plan, the recorded step and the rate that a run compares."""
     calls = list[Any]()
 
@@ -63,7 +84,7 @@ def given_to_compare(watched: Watched, recipe: Recipe, options: Foresight = USUA
         return compared(*arguments)
 
     watched.monkeypatch.setattr("shardwise.train.loop.compared", noted)
-    watched.run(recipe, world=1, foresight=options)
+    watched.run(recipe, world=world, foresight=options)
     return calls[0]
 
 
@@ -77,6 +98,8 @@ def test_another_event_and_other_bytes_are_named(watched: Watched, tmp_path: Pat
     more["moments"][number][2][1] = "another"
     more["planned"] = plan.beside(more["moments"])
     assert (compared(plan, more, rate).differs or "").endswith("was not planned")
+    del step["moments"][-2], step["planned"][-2]
+    assert (compared(plan, step, rate).differs or "").endswith("was planned, and not done")
 
 
 def test_what_cannot_fit_is_refused_unless_it_is_forced(watched: Watched, tmp_path: Path) -> None:

@@ -84,7 +84,10 @@ def machine_here(
 
 
 class Planned(NamedTuple):
-    """An event of a step, with bytes of the engine and of all on the device after it."""
+    """An event of a step, with bytes of the engine and of all on the device after it.
+
+    Of the engine without memory to receive in, which a recording counts to others.
+    """
 
     event: Event
     engine: int | None  # ``None``: of a micro-batch between the first and the last
@@ -116,7 +119,11 @@ class RunPlan:
         """All events of a step, in order."""
         passes = [
             [
-                Planned(own.event, own.alive + self._host(own), every.alive + self._host(every))
+                Planned(
+                    own.event,
+                    own.alive - own.received + self._host(own),
+                    every.alive + self._host(every),
+                )
                 for own, every in zip(engine.moments, whole.moments, strict=True)
                 if own.event is not None
             ]
@@ -321,8 +328,6 @@ def seconds_of(moments: Sequence[Sequence[Any]]) -> dict[str, float]:
 
 def _first_that_differs(plan: RunPlan, step: Mapping[str, Any]) -> str:
     """Name the first event that was not planned, or had other bytes of the engine; ``""``: none."""
-    if any(each.most.get(Kind.COMMUNICATION) for each in plan.engine):
-        return ""  # what peers send is received in memory that a recording counts to others
     engine = [kind for kind in OF_ENGINE if kind is not Kind.JOINED] + [Kind.OPTIMIZER]
     rows = zip(step["moments"], step["planned"], plan_events(step["moments"]), strict=True)
     for (_, nbytes, event), (planned, _), number in rows:
@@ -334,7 +339,8 @@ def _first_that_differs(plan: RunPlan, step: Mapping[str, Any]) -> str:
             return f"{event[0]} {event[1]}: {planned:,} bytes planned, {took:,} measured"
         if number >= len(plan.events) or plan.events[number].event[:3] != tuple(event[:3]):
             return f"{event[0]} {event[1]} was not planned"
-    return ""
+    left = plan.events[number:]
+    return f"{left[0].event[0]} {left[0].event[1]} was planned, and not done" if left else ""
 
 
 def plan_events(moments: Sequence[Sequence[Any]]) -> Iterator[int]:

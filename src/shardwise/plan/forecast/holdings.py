@@ -71,6 +71,11 @@ class Ledger:
         self._kinds: Counter[Kind] = Counter()
         self._ever = 0
 
+    @property
+    def received(self) -> int:
+        """Bytes on the device in use to receive in."""
+        return self._kinds[Kind.COMMUNICATION]
+
     def add(self, use: Use, nbytes: int) -> None:
         """Allocate ``nbytes``, or free them where they are negative."""
         self.uses[use] += nbytes

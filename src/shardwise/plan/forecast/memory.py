@@ -50,6 +50,7 @@ class Moment:
         alive: bytes when it has ended.
         peak: bytes at most meanwhile.
         in_host: bytes in host memory, where that is not the device's.
+        received: of ``alive``, memory in which others' parts of sums are received.
     """
 
     event: Event | None
@@ -57,6 +58,7 @@ class Moment:
     alive: int
     peak: int
     in_host: int
+    received: int = 0
 
     def __str__(self) -> str:
         if self.event is None:
@@ -248,7 +250,7 @@ class _Walk:
         ledger = self.ledger
         ledger.peak = ledger.now
         self._holdings.take(event)
-        return Moment(event, event.unit, ledger.now, ledger.peak, ledger.in_host)
+        return Moment(event, event.unit, ledger.now, ledger.peak, ledger.in_host, ledger.received)
 
 
 def _spans(work: StepWork | None, steps: int) -> Sequence[Sequence[Span]]:

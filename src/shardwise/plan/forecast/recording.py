@@ -122,7 +122,8 @@ class Recording(TorchDispatchMode):
         self._calls: list[tuple[str | None, int]] = [(None, 0)]  # under way: unit, number of cue
         self._shows: list[bool] = []  # for each cue that ends a call: does that return tensors?
         self._reached = set[int]()  # spans of the forward pass to whose nodes autograd comes
-        self._comes_to = set[int]()  # cues that end calls to whose outputs it does
+        self._has_graph = set[int]()  # cues that end calls whose outputs have nodes
+        self._comes_to = set[int]()  # of them, those to whose outputs it comes
         self._holds: list[bool] = []  # for each cue: does its end tell of small gradients?
         self._first_small = dict[str, int]()
         self.first_gradients: dict[str, int] = {}  # by unit: the number of the backward span
@@ -147,7 +148,8 @@ class Recording(TorchDispatchMode):
             nodes = _nodes_of(output, self._first_nodes[entered])
             for node in nodes:
                 node.register_prehook(partial(_note_that, self._comes_to, len(self.cues) - 1))
-            comes = bool(nodes)
+            if comes := bool(nodes):
+                self._has_graph.add(len(self.cues) - 1)
             self._holds[-1] = self._holds[entered]
             self._holds[self._calls[-1][1]] |= comes and self._calls[-1][0] is not None
             made = {storage_key(t): t for t in _tensors(output) if not self.holds(t)}
@@ -267,16 +269,18 @@ class Recording(TorchDispatchMode):
     def _coming(self) -> list[bool]:
         """Say for each cue whether the backward pass comes to its call.
 
-        To what a call returned; of what hides in an object only kernels tell.
+        To what a call returned; of what hides in an object only kernels tell. Of a forward pass
+        alone, to all that has a graph.
         """
         coming, entered = [False] * len(self.cues), list[int]()
+        comes_to = self._comes_to or self._has_graph
         for place, cue in enumerate(self.cues):
             if cue.op is Op.ENTER:
                 entered.append(place)
                 continue
             first = entered.pop()
             hidden = not self._shows[place] and self._reached & {*range(first + 1, place + 1)}
-            coming[first] = coming[place] = place in self._comes_to or bool(hidden)
+            coming[first] = coming[place] = place in comes_to or bool(hidden)
         return coming
 
     def _end_holds(self) -> None:
