@@ -217,6 +217,19 @@ def test_it_is_loaded_into_a_sharded_model(
     assert all(torch.equal(answered, logits) for answered in on_ranks(config, rank, seed=9))
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_so_is_one_with_the_embeddings_that_peft_stores_beside_it(tmp_path: Path) -> None:
+    config = lora(target_modules=["embed_tokens", "lm_head"], init_lora_weights=False)
+    plain: Any = adapted(config, seed=5)
+    plain.save_pretrained(tmp_path)
+
+    def rank(comm: Comm, model: Any) -> Tensor:
+        load_adapter(sw.shard(model, comm=comm), tmp_path)
+        return answer(model)
+
+    assert all(torch.equal(one, answer(plain)) for one in on_ranks(config, rank, seed=9))
+
+
 def test_one_of_another_shape_is_not_loaded(tmp_path: Path) -> None:
     adapted(lora(target_modules=["q_proj"])).save_pretrained(tmp_path)  # type: ignore[operator]
 

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
+from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint.reader import CheckpointReader
@@ -22,6 +23,8 @@ pytestmark = [  # peft asks transformers for what this one has renamed, and tell
     pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Adapter 'default'"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
 ]
 
@@ -51,7 +54,9 @@ def base_of(folder: Path) -> Any:
     return hf.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def written(base: Path, options: dict[str, Any], folder: Path) -> Path:
+def written(
+    base: Path, options: dict[str, Any], folder: Path, embeddings: bool | str = False
+) -> Path:
     """An adapter of plain peft, with no tensor at zero."""
     config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", init_lora_weights=False, **options)
     model: Any = peft.get_peft_model(base_of(base), config)
@@ -59,7 +64,7 @@ def written(base: Path, options: dict[str, Any], folder: Path) -> Path:
         for param in model.parameters():
             if param.requires_grad:
                 param.add_(torch.randn_like(param) * 0.1)
-    model.save_pretrained(folder, save_embedding_layers=False)
+    model.save_pretrained(folder, save_embedding_layers=embeddings)
     return folder
 
 
@@ -70,6 +75,28 @@ def exported(base: Path, adapter: Path, merged: Path, *options: str) -> object:
     return ended.value.code
 
 
+def assert_merged(base: Path, adapter: Path, folder: Path) -> dict[str, Tensor]:
+    """The values in ``folder``, which are those of peft."""
+    merged = peft.PeftModel.from_pretrained(base_of(base), adapter).merge_and_unload()
+    expected: dict[str, Tensor] = merged.state_dict()
+    loaded: dict[str, Tensor] = base_of(folder).state_dict()
+    assert expected.keys() == loaded.keys()
+    for name, value in expected.items():
+        assert torch.equal(loaded[name], value), name
+    return loaded
+
+
+@pytest.mark.parametrize("embeddings", ["auto", True])
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_proj"])
+def test_an_adapter_may_hold_embeddings_of_its_base_as_peft_stores_them(
+    target: str, embeddings: bool | str, tmp_path: Path
+) -> None:
+    base = tiny("llama", tmp_path / "base")
+    adapter = written(base, {"target_modules": [target]}, tmp_path / "adapter", embeddings)
+    assert exported(base, adapter, tmp_path / "merged") == 0
+    assert_merged(base, adapter, tmp_path / "merged")
+
+
 @pytest.mark.parametrize(("architecture", "shape", "options"), KINDS.values(), ids=KINDS)
 def test_the_files_are_those_of_merge_and_unload(
     architecture: str, shape: dict[str, Any], options: dict[str, Any], tmp_path: Path
@@ -77,11 +104,7 @@ def test_the_files_are_those_of_merge_and_unload(
     base = tiny(architecture, tmp_path / "base", **shape)
     adapter = written(base, options, tmp_path / "adapter")
     assert exported(base, adapter, tmp_path / "merged") == 0
-    merged = peft.PeftModel.from_pretrained(base_of(base), adapter).merge_and_unload()
-    expected, loaded = merged.state_dict(), base_of(tmp_path / "merged").state_dict()
-    assert expected.keys() == loaded.keys()
-    for name, value in expected.items():
-        assert torch.equal(loaded[name], value), name
+    loaded = assert_merged(base, adapter, tmp_path / "merged")
     changed = base_of(base).state_dict()
     assert any(not torch.equal(changed[name], value) for name, value in loaded.items())
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
@@ -140,9 +163,26 @@ def test_it_is_cast_on_the_way_and_what_does_not_fit_is_refused(
             {"target_modules": ["lm_head"]},
             "changes 1 of 2, so one weight cannot be both",
         ),
+        (
+            "gpt2",
+            TIED,
+            {"target_modules": ["wte"], "modules_to_save": ["lm_head"]},
+            "tied in the base, unlike each other",
+        ),
+        ("llama", {}, {"target_modules": ["q_proj"], "lora_bias": True}, "adds a bias to"),
+        (
+            "phi",
+            TIED,
+            {
+                "target_modules": ["dense"],
+                "modules_to_save": ["lm_head"],
+                "ensure_weight_tying": True,
+            },
+            "and not its bias",  # which peft forgets
+        ),
         ("mixtral", {}, {"target_modules": ["w1", "w2", "w3"]}, "under another name or in parts"),
     ],
-    ids=["one of two tied weights", "a weight of another name"],
+    ids=["one of two tied", "both unlike", "no bias", "a bias lost", "another name"],
 )
 def test_what_cannot_be_merged_is_refused(
     architecture: str, shape: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
@@ -150,7 +190,7 @@ def test_what_cannot_be_merged_is_refused(
     base = tiny(architecture, tmp_path / "base", **shape)
     adapter = written(base, options, tmp_path / "adapter")
     with CheckpointReader.open(base) as source, pytest.raises(sw.CheckpointError, match=message):
-        merged_weights(source, adapter)
+        [make() for make in merged_weights(source, adapter).values()]
 
 
 def test_a_base_that_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -268,6 +268,8 @@ def read_adapter(
     with explained(f"reading {folder}", reads=True), _peft_errors("load"):
         stored = load_peft_weights(str(folder), device="cpu")
     expected = peft_names(model, shapes, adapter)
+    of_base = peft_names(model, shapes, adapter, embeddings=True)
+    expected |= {name: of_base[name] for name in stored if name in of_base}
     names = {*stored, *expected}
     pairs = {n: [tuple(s[n].shape) if n in s else None for s in (stored, expected)] for n in names}
     if differing := sorted(name for name, (one, other) in pairs.items() if one != other):

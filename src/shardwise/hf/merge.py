@@ -57,12 +57,13 @@ def merged_weights(source: CheckpointReader, folder: Path) -> dict[str, Make]:
     for name, module in model.named_modules():
         for param, make in _changed_by(name, module, values, source, names):
             makers[param].append(make)
-    for name, param in model.named_parameters():
-        if name in values and param in names:  # trained in place: a bias
+    wrapped = {*makers}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in values and param in names and param not in wrapped:  # a bias; an embedding
             makers[param].append(partial(values.__getitem__, name))
     model.load_state_dict(values, strict=False, assign=True)
     return {
-        name: makes[0]
+        name: makes[0] if len(makes) == 1 else partial(_alike, names[param], makes)
         for param, makes in makers.items()
         for name in _stored(names[param], len(makes), source)
     }
@@ -94,11 +95,16 @@ def _changed_by(
         return
     if isinstance(layer, ModulesToSaveWrapper):
         for attribute, param in layer.original_module.named_parameters():
-            yield param, partial(values.__getitem__, f"{name}.modules_to_save.default.{attribute}")
+            saved = f"{name}.modules_to_save.default.{attribute}"
+            if saved not in values:
+                raise _unlike(f"has {name}, and not its {attribute}, which the base has")
+            yield param, partial(values.__getitem__, saved)
         return
     base = layer.get_base_layer()
     changed = [layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"]
     if getattr(layer, "lora_bias", {}).get("default"):
+        if base.bias is None:
+            raise _unlike(f"adds a bias to {name}, which has none in the base")
         changed.append("bias")
     reads = {
         attribute: partial(values.__getitem__, trained)
@@ -122,6 +128,23 @@ def _merged(layer: Any, own: str, reads: Mapping[str, Make]) -> Tensor:
         setattr(base, name, param)
     layer.merged_adapters.clear()
     return merged
+
+
+def _unlike(fact: str) -> CheckpointError:
+    return CheckpointError(
+        f"the adapter {fact}, so it cannot be merged. Load it without merging it:"
+        " PeftModel.from_pretrained(…)."
+    )
+
+
+def _alike(names: list[str], makes: list[Make]) -> Tensor:
+    """The one value of a weight with ``names``, of which the adapter may have changed several."""
+    first, *others = (make() for make in makes)
+    if not all(torch.equal(first, other) for other in others):
+        raise _unlike(
+            f"changes {' and '.join(names)}, which are tied in the base, unlike each other"
+        )
+    return first
 
 
 def _read(source: CheckpointReader, names: list[str]) -> Tensor:

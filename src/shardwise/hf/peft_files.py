@@ -27,12 +27,17 @@ def on_meta(sharded: Sharded) -> dict[str, Tensor]:
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
-def peft_names(model: nn.Module, shapes: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """Return those of the ``shapes`` that peft stores, by the names that it gives them."""
+def peft_names(
+    model: nn.Module, shapes: Mapping[str, Tensor], adapter: str, embeddings: bool = False
+) -> dict[str, Tensor]:
+    """Return those of the ``shapes`` that peft stores, by the names that it gives them.
+
+    With ``embeddings`` also those of the base, which peft stores where they are targets.
+    """
     from peft.utils import get_peft_model_state_dict
 
     named: dict[str, Tensor] = get_peft_model_state_dict(
-        model, dict(shapes), adapter_name=adapter, save_embedding_layers=False
+        model, dict(shapes), adapter_name=adapter, save_embedding_layers=embeddings
     )
     return named
 
