@@ -124,6 +124,26 @@ def test_another_class_gets_no_state_and_no_options(
     assert f"{len(report.inexact)} things were left out or converted, such as: embed.w" in record
 
 
+def test_state_of_a_parameter_that_is_not_asked_for_stays(tmp_path: Path) -> None:
+    saved(DECODER, 2, tmp_path / "step-2")
+
+    def rank(comm: Comm, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        sharded = sw.shard(model.bfloat16(), comm=comm)
+        optimizer = adamw(model.parameters())
+        steps(model, optimizer, DECODER, comm.rank, range(1))
+        before = sharded.optimizer_state_dict(optimizer)["state"]
+        names = before.keys() - {"embed.weight"}
+        sharded.load(tmp_path / "step-2", optimizer, cast=True, names={*names}.__contains__)
+        after = sharded.optimizer_state_dict(optimizer)["state"]
+        steps(model, optimizer, DECODER, comm.rank, range(1))
+        return before, after
+
+    for before, after in on_ranks(2, DECODER.build, rank):
+        for name in before:
+            alike = torch.equal(before[name]["exp_avg"], after[name]["exp_avg"])
+            assert alike == (name == "embed.weight"), name
+
+
 def test_a_refused_load_changes_nothing(tmp_path: Path) -> None:
     saved(DECODER, 2, tmp_path / "step-2")
     text = refusal(tmp_path / "step-2", lambda model: OTHERS["sgd"](model.parameters()))

@@ -132,7 +132,8 @@ def load(
         training: its scheduler and scaler get theirs; and random generators are restored.
         strict: whatever does not fit is an error; ``False`` leaves it out, and says so.
         cast: floating-point tensors in the files may have another dtype than the model's.
-        names: which of the model's tensors are loaded, as of ``save``; the others stay.
+        names: which of the model's tensors are loaded, as of ``save``; the others stay, and so does
+            their optimizer state.
 
     Raises:
         CheckpointError: on every rank alike, naming everything that does not fit.

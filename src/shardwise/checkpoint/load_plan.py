@@ -315,7 +315,7 @@ class LoadPlan:
         weights = checkpoint.weights
         converted = {n: weights[matched.pairs[n]].stored.dtype for n in matched.misfits["cast"]}
         records, aliases = checkpoint.document.optimizers, checkpoint.aliases
-        stored = StoredStates(records, checkpoint.states, aliases, converted)
+        stored = StoredStates(records, checkpoint.states, aliases, converted, options.names)
         return Restored(options.optimizers, Named(self._model.shards), stored)
 
     def _local_values(self) -> Any:

@@ -7,7 +7,7 @@ those with which the parameters of a group disagree are a problem, and stay as t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +43,11 @@ class StoredStates(NamedTuple):
     aliases: Mapping[str, str]  # further names of tied parameters → the name in the records
     # Parameters whose values are converted → the dtype that they are stored in
     converted: Mapping[str, str]
+    names: Callable[[str], bool] | None = None  # of parameters whose state is wanted; ``None``: all
+
+    def wants(self, name: str) -> bool:
+        """Is the state of this parameter to be loaded?"""
+        return self.names is None or self.names(name)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ class Restored:
     def __init__(self, optimizers: Optimizers, named: Named, stored: StoredStates) -> None:
         check_disjoint(optimizers, named)
         saved, groupless = _parsed(stored)
-        targets = list(_targets(optimizers, named, saved, stored.aliases))
+        found = list(_targets(optimizers, named, saved, stored.aliases))
+        targets = [target for target in found if stored.wants(target.name)]
         misfits = {id(target): list(_misfits(target)) for target in targets}
         self._converted = stored.converted
         self._targets = [target for target in targets if not misfits[id(target)]]
@@ -88,14 +94,14 @@ class Restored:
             self._conflicts.setdefault(option, line)
         self._states: list[tuple[_Target, dict[str, Any]]] = []
         self._options: list[tuple[dict[str, Any], str, Any]] = []
-        used = {id(part) for target in targets for part in (target.param, target.saved)}
+        used = {id(part) for target in found for part in (target.param, target.saved)}
         held = [(param, optimizer) for optimizer in optimizers for param in params_of(optimizer)]
         absent = [named.shard(*one).member.name for one in held if id(one[0]) not in used]
         known = {name: target.name for target in targets for name in target.shard.member.aliases}
-        extra = [name for name, state in saved.items() if id(state) not in used]
+        extra = [n for n, state in saved.items() if id(state) not in used and stored.wants(n)]
         #: One line for each thing that does not fit, and is left as it is.
         self.problems = [
-            *(f"{name}: its optimizer state is not stored" for name in absent),
+            *(f"{n}: its optimizer state is not stored" for n in absent if stored.wants(n)),
             *(f"{n}: stored, and no optimizer has this parameter" for n in extra if n not in known),
             *(f"{name}: it has state, and is in no stored group" for name in groupless),
             *(line for target in targets for line in misfits[id(target)]),

@@ -178,5 +178,5 @@ class LoadOptions:
     training: Training | None = None
     strict: bool = True  # whatever does not fit is an error, and not left out
     cast: bool = False  # stored floating-point tensors may have another dtype than the model's
-    # Which of the model's tensors are loaded; ``None``: all
+    # Which of the model's tensors are loaded, with their optimizer state; ``None``: all
     names: Callable[[str], bool] | None = None
