@@ -239,6 +239,26 @@ def test_programs_of_a_large_world_run_without_peers() -> None:
     assert {tuple(g.shape) for g in ran.gradients.values() if g is not None} == {(1, WIDTH)}
 
 
+class Borrows(nn.Module):
+    """A module that uses the weight of a layer which it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.lin.weight
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_gradient_of_a_unit_that_is_never_called_is_refused(strategy: str) -> None:
+    wrap = sw.wrap.by_class(nn.Linear)
+    with pytest.raises(
+        ScheduleError, match=r"lin\.weight is used, and its unit lin is never called"
+    ):
+        sw.trace(Borrows(), torch.ones(2, WIDTH), strategy, wrap=wrap)
+
+
 # ---- stages ------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from shardwise.comm.codec import codec_of
+from shardwise.errors import ScheduleError
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.draw import of_shape
 from shardwise.plan.layout.layout import Slot
@@ -272,6 +273,12 @@ class Half:
         )
 
     def _local(self, spec: BucketSpec, slot: Slot) -> fx.Node:
+        if spec not in self.means:
+            raise ScheduleError(
+                f"{slot.name} is used, and its unit {spec.title} is never called, so no line of a "
+                "trace reduces its gradient. Choose units with wrap= in which the module that uses "
+                "it is of its unit."
+            )
         start = spec.layout.local_range(slot, spec.position)[0]
         value = self.blueprint.parameters[slot.name]
         name, note = identifier("grad", slot.name), f"gradient of {slot.name}"
