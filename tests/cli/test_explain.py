@@ -87,7 +87,7 @@ FINE_TUNING = """\
 model: {from: HUB, quantization: {bits: 4}}
 adapter: {rank: 8}
 data: {source: stdlib, context: 16}
-optimizer: {name: paged_adamw_8bit}
+optimizer: {name: paged_adamw_8bit, ema: 0.99}
 sharding: {strategy: hybrid_full, mesh: [2, 2], precision: bf16, unsharded: 4096}
 """
 

@@ -8,6 +8,7 @@ from shardwise.config.prefetch import Prefetch
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Planner
+from shardwise.train.memory_estimate import predict
 from shardwise.train.question import chosen_by, model_of, question_of, with_loss_in_head
 from tests.train.tiny import tiny_recipe
 
@@ -33,6 +34,15 @@ def test_a_moving_average_is_state_of_the_optimizer(tmp_path: Path) -> None:
     )
     more = averaged.memory.by_kind["optimizer"] - plain.memory.by_kind["optimizer"]
     assert more == sum(4 * param.numel() for param in model.parameters())
+
+
+def test_so_are_the_start_and_the_momentum_of_workers_that_train_apart(tmp_path: Path) -> None:
+    outer = "outer={method: diloco, workers: [127.0.0.1:1, 127.0.0.1:2], worker: 0, every: 9}"
+    plain, apart = tiny_recipe(tmp_path), tiny_recipe(tmp_path, outer)
+    averages = tiny_recipe(tmp_path, outer, "outer.outer_momentum=0", "optimizer.ema=0.9")
+    numel = sum(param.numel() for param in model_of(plain, 300).parameters())
+    state = [predict(recipe, 1, 300).optimizer for recipe in (plain, apart, averages)]
+    assert [more - state[0] for more in state] == [0, 8 * numel, 8 * numel]
 
 
 def test_a_loss_in_the_head_computes_the_same_and_keeps_less(tmp_path: Path) -> None:

@@ -87,9 +87,10 @@ def _decoder(path: str) -> Named:
     from shardwise.recipe.shard_arguments import shard_arguments
     from shardwise.train.decoder import Decoder
     from shardwise.train.model_folder import on_meta
+    from shardwise.train.optimizer import state_of
 
     recipe = read_recipe(path, (), ())
-    settings = recipe.optimizer.name.removeprefix("paged_"), shard_arguments(recipe.sharding)
+    settings = state_of(recipe), shard_arguments(recipe.sharding)
     if recipe.model.source is not None:
         return Named(on_meta(recipe), FOR_TRANSFORMERS, *settings)
     with torch.device("meta"):

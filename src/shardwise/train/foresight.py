@@ -21,7 +21,7 @@ from shardwise.doctor.machine import device_name
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.machine import Machine, known
-from shardwise.plan.forecast.memory import MemoryForecast, Moment
+from shardwise.plan.forecast.memory import MOMENTUM, MemoryForecast, Moment
 from shardwise.plan.forecast.planner import Planner
 from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.printed import size
@@ -198,7 +198,8 @@ def plan_of(job: Job, vocabulary: int, options: Foresight, memory: float) -> Run
 
     def planner_of(all_logits: bool) -> Planner:
         question = question_of(recipe, model_of(recipe, vocabulary), here.machine, comm.size)
-        question = replace(question, shared=comm.memory.shared)
+        before_exchanges = question.optimizer.removesuffix(MOMENTUM)  # as in the recorded step
+        question = replace(question, shared=comm.memory.shared, optimizer=before_exchanges)
         return Planner(question if all_logits else with_loss_in_head(question))
 
     planner = planner_of(bool(job.all_logits))

@@ -23,7 +23,7 @@ from shardwise.plan.printed import size
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.train.comparison import Predicted
-from shardwise.train.optimizer import blocksize_of
+from shardwise.train.optimizer import blocksize_of, state_of
 from shardwise.train.question import model_of
 
 MIN_VOCABULARY = 257  # what every tokenizer has; a recipe's number may be more than its text gives
@@ -87,7 +87,7 @@ def predict(recipe: Recipe, ranks: int, vocabulary: int = MIN_VOCABULARY) -> Kep
     blocksize = blocksize_of(recipe.optimizer.name)
     model = model_of(recipe, vocabulary)
     blueprint = draw(model, ranks=(0, ranks), blocksize=blocksize, **arguments)
-    return kept(model, blueprint, recipe.optimizer.name.removeprefix("paged_"))
+    return kept(model, blueprint, state_of(recipe))
 
 
 def state_bytes(row: Kept, recipe: Recipe, local_ranks: int) -> StateBytes:

@@ -12,7 +12,8 @@ from shardwise.api.sharded import Sharded
 from shardwise.config.options import BLOCK
 from shardwise.errors import ConfigError
 from shardwise.optim.fused import AdamW
-from shardwise.recipe.recipe import OptimizerConfig
+from shardwise.plan.forecast.memory import AVERAGED, MOMENTUM, START
+from shardwise.recipe.recipe import OptimizerConfig, Recipe
 
 
 def parameter_groups(
@@ -33,7 +34,19 @@ def parameter_groups(
 
 def blocksize_of(optimizer: str) -> int:
     """Return ``sw.shard``'s block size, by an optimizer's name: elements per scale; 0 = none."""
-    return BLOCK if optimizer.endswith("8bit") else 0
+    return BLOCK if "8bit" in optimizer else 0
+
+
+def state_of(recipe: Recipe) -> str:
+    """Name the optimizer with all that its state will hold, as ``plan.forecast.memory`` does."""
+    outer = recipe.outer.method != "none"
+    parts = {
+        AVERAGED: recipe.optimizer.ema is not None,
+        START: outer,
+        MOMENTUM: outer and recipe.outer.outer_momentum > 0,
+    }
+    name = recipe.optimizer.name.removeprefix("paged_")
+    return name + "".join(part for part, is_kept in parts.items() if is_kept)
 
 
 def optimizer_of(sharded: Sharded, config: OptimizerConfig) -> torch.optim.Optimizer:

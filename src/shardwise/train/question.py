@@ -16,13 +16,12 @@ from shardwise.config.prefetch import Prefetch
 from shardwise.hf.labelled import head_of
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine
-from shardwise.plan.forecast.memory import AVERAGED
 from shardwise.plan.forecast.question import Question
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.train.decoder import Decoder
 from shardwise.train.model_folder import on_meta
-from shardwise.train.optimizer import blocksize_of
+from shardwise.train.optimizer import blocksize_of, state_of
 
 BY_CANDIDATES = ("strategy", "mesh", "unsharded", "activation_checkpointing", "offload", "prefetch")
 
@@ -46,14 +45,14 @@ def question_of(recipe: Recipe, model: nn.Module, machine: Machine, ranks: int) 
     arguments = shard_arguments(recipe.sharding)
     rest = {key: value for key, value in arguments.items() if key not in BY_CANDIDATES}
     options = {"use_cache": False} if recipe.model.source is not None else {}
-    length, averaged = recipe.data.context, recipe.optimizer.ema is not None
+    length = recipe.data.context
     return Question(
         model,
         lambda rows: ((torch.zeros(rows, length, dtype=torch.int64),), options),
         machine,
         ranks,
         recipe.batch.rows,
-        recipe.optimizer.name.removeprefix("paged_") + AVERAGED * averaged,
+        state_of(recipe),
         {**rest, "blocksize": blocksize_of(recipe.optimizer.name)},
         loss=cross_entropy,
     )

@@ -32,6 +32,8 @@ from shardwise.plan.spec import BucketSpec
 OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
 """Of torch.optim: tensors like the parameter, and further bytes (the step's number) for each."""
 AVERAGED = "+ema"  # after the optimizer's name: with a moving average of the parameters
+START, MOMENTUM = "+start", "+momentum"
+"""And after that, of ``outer.DiLoCo``: its common start, and from the first exchange a momentum."""
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
 OUTSIDE = "(no unit)"  # the loss, and modules without parameters
 MOST_LINES = 8  # of an explanation, by kind and by unit
@@ -195,7 +197,7 @@ def forecast(
     Args:
         order: the cues of the step; where there is ``work``, its own.
         work: ``None``: the engine's memory alone.
-        optimizer: its name; see ``OPTIMIZERS`` and ``AVERAGED``.
+        optimizer: its name; see ``OPTIMIZERS``, ``AVERAGED`` and ``START``.
         mode: as of a schedule; ``work`` is that of a pass with gradients.
     """
     walk = _Walk(blueprint, optimizer)
@@ -283,6 +285,9 @@ def state_nbytes(spec: BucketSpec, shards: Mapping[str, Tensor], optimizer: str)
 
 def _state_of(optimizer: str, numel: int, shard: Tensor) -> int:
     """Bytes of one rank's part of ``numel`` elements."""
+    for outer in (MOMENTUM, START):
+        if optimizer.endswith(outer):
+            return 4 * shard.numel() + _state_of(optimizer.removesuffix(outer), numel, shard)
     if optimizer.endswith(AVERAGED):  # in float32 at least
         average = shard.numel() * max(4, shard.itemsize)
         return average + _state_of(optimizer.removesuffix(AVERAGED), numel, shard)
