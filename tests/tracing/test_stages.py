@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
@@ -248,6 +249,24 @@ class Borrows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.lin.weight
+
+
+class Reentrant(nn.Module):
+    """Layers in a reentrant checkpoint, whose graph no trace would see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True)
+        return out
+
+
+def test_units_in_a_reentrant_checkpoint_are_reduced() -> None:
+    traced = sw.trace(Reentrant(), torch.ones(2, WIDTH), wrap=sw.wrap.by_class(nn.Linear))
+    reduced = [call.unit for call in traced.backward.collectives if call.op == "reduce"]
+    assert reduced == ["inner.2", "inner.0"]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
 from shardwise.plan.blueprint import Blueprint
+from shardwise.plan.forecast.reentrant import without_reentrance
 from shardwise.plan.schedule.events import Order, Phase
 from shardwise.runtime.kept import cast_around_kept, input_dtypes
 from shardwise.runtime.pytrees import cast, cast_where_needed, tensors
@@ -143,6 +144,7 @@ def trace_joint(
         with (
             _ONE_AT_A_TIME,
             _unlogged(),
+            without_reentrance(),
             mode,
             torch.enable_grad(),
             torch.autograd.set_multithreading_enabled(mode=False),
