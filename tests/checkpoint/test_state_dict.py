@@ -273,6 +273,23 @@ def test_what_is_no_state_dict_is_refused_on_every_rank(state: Any, says: str) -
         assert re.search(says, text)
 
 
+def test_views_of_other_tensors_are_sent_by_their_values() -> None:
+    def rank(comm: Comm, model: nn.Module) -> dict[str, Tensor]:
+        sharded = sw.shard(model, comm=comm)
+        column = torch.arange(6.0).view(2, 3)[1:, 2]  # one element, and the stride of the rows
+        conjugate = torch.tensor([[1.0 + 2.0j]]).conj()
+        sharded.load_state_dict({"weight": conjugate, "bias": column})
+        return sharded.state_dict()
+
+    def build() -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.complex64))
+        return model
+
+    for states in on_ranks(2, build, rank):
+        assert (states["weight"].item(), states["bias"].item()) == (1.0 - 2.0j, 5.0)
+
+
 def test_what_other_ranks_pass_is_not_looked_at() -> None:
     whole = seeded(small, seed=1).state_dict()
 

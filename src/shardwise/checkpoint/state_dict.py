@@ -36,7 +36,7 @@ from shardwise.checkpoint.local_shards import (
 from shardwise.checkpoint.options import kind_of
 from shardwise.checkpoint.read_requests import ReadRequest
 from shardwise.checkpoint.reader import TensorLocation
-from shardwise.checkpoint.safetensors_format import DTYPES, Stored, code_of, dtype_of
+from shardwise.checkpoint.safetensors_format import DTYPES, Stored, bytes_of, code_of, dtype_of
 from shardwise.checkpoint.wrappers import bare_names, further_names
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, ConfigError
@@ -326,7 +326,7 @@ def _send(comm: Comm, name: str, stored: Stored, value: Tensor | None) -> Tensor
     shape, dtype = (prod(stored.shape),), DTYPES[stored.dtype]
     if comm.rank == 0:
         assert value is not None, name  # rank 0 offered it
-        flat = value.detach().to(comm.device).contiguous().view(-1)
+        flat = bytes_of(value.to(comm.device)).view(dtype)
     else:
         flat = torch.empty(shape, dtype=dtype, device=comm.device)
     if comm.size > 1 and flat.numel():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.disk import explained
-from shardwise.checkpoint.safetensors_format import code_of, inside
+from shardwise.checkpoint.safetensors_format import bytes_of, code_of, inside
 from shardwise.errors import CheckpointError
 
 Tree = dict[str | int, Any]
@@ -55,7 +55,7 @@ class TorchTensor:
     def read(self) -> Tensor:
         """Its bytes in row-major order, ``[nbytes]``, uint8."""
         with _explained(self.source, f"{self.name!r:.200} could not be read"):
-            return self.load().detach().contiguous().reshape(-1).view(torch.uint8)
+            return bytes_of(self.load())
 
 
 class _Untrusted(Exception):
