@@ -90,11 +90,11 @@ def sample(row: Row, config: DataConfig) -> Sample:
     return _messages(_value(row, column["messages"]), ("role", "content"), roles)
 
 
-def unread_columns(rows: Iterable[Row], config: DataConfig) -> list[str]:
+def unread_columns(rows: Iterable[Row], config: DataConfig) -> tuple[str, ...]:
     """Columns with values that data.format does not read, such as a ``system`` beside messages."""
     read = {config.columns.get(name, name) for name in COLUMNS[config.format]}
     filled = (name for row in rows for name, value in row.items() if value not in EMPTY)
-    return [name for name in dict.fromkeys(filled) if name not in read]
+    return tuple(name for name in dict.fromkeys(filled) if name not in read)
 
 
 def check_columns(rows: Sequence[Row], config: DataConfig) -> None:

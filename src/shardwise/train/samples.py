@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class SampleSplit:
     samples: list[Sample]
     numbers: list[int]
     empty: list[int]
-    unread: list[str]
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,25 @@ class TokenizedSplit:
         examples: the samples that are trained on.
         cut: samples that were longer than data.context, and the tokens that were cut off.
         left_out: samples that could not be used, by reason.
-        unread: columns of the data that the format does not read.
     """
 
     examples: Examples
     cut: tuple[int, int] = (0, 0)
     left_out: tuple[LeftOut, ...] = ()
-    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class SampleData:
-    """Samples that rank 0 has read: the tokenizer, and both splits as tokens."""
+    """Samples that rank 0 has read: the tokenizer, and both splits as tokens.
+
+    Attributes:
+        unread: columns of the data that the format does not read.
+    """
 
     recipe: Recipe
     tokenizer: bpe.TrainedTokenizer
     splits: tuple[TokenizedSplit, TokenizedSplit]
+    unread: tuple[str, ...]
 
     @property
     def training(self) -> Arrays:
@@ -98,7 +101,7 @@ class SampleData:
             format=config.format,
             samples=(len(first), len(second)),
             left_out=(*training.left_out, *validation.left_out),
-            unread=tuple(dict.fromkeys((*training.unread, *validation.unread))),
+            unread=self.unread,
             cut=(training.cut[0] + validation.cut[0], training.cut[1] + validation.cut[1]),
             tokens=(len(first.ids), len(second.ids)),
             trained=(_targets(first, rows[0]), _targets(second, rows[1])),
@@ -147,7 +150,8 @@ def read_sample_data(
             _check_answers(first, training, recipe.data)
         second = tokenize_split(validation, tokenizer, recipe.data)
         _check_answers(second, validation, recipe.data)
-    return SampleData(recipe, tokenizer_file, (first, second))
+    unread = tuple(dict.fromkeys((*training.unread, *validation.unread)))
+    return SampleData(recipe, tokenizer_file, (first, second), unread)
 
 
 def _check_answers(tokenized: TokenizedSplit, split: SampleSplit, config: DataConfig) -> None:
@@ -172,24 +176,26 @@ def read_samples(config: DataConfig) -> tuple[SampleSplit, SampleSplit]:
     else:
         count = max(1, round(len(rows) * config.validation))
         held_out, rows = rows[:count], rows[count:]
-    splits = _split(config.source, rows, config), _split(source or config.source, held_out, config)
-    for name, split in zip(("training", "validation"), splits, strict=True):
+    training, validation = (
+        replace(_split(name, some, config), unread=unread_columns((r for _, r in some), config))
+        for name, some in ((config.source, rows), (source or config.source, held_out))
+    )
+    for name, split in (("training", training), ("validation", validation)):
         if not split.samples and not (is_streamed and name == "training"):
             raise ConfigError(
                 f"data.source {split.source} has no samples for {name}: {len(rows)} rows are for "
                 f"training, {len(held_out)} for validation, and {len(split.empty)} of these have "
                 "no answer. Add samples, or change data.validation."
             )
-    return splits
+    return training, validation
 
 
 def _split(
     source: str, rows: Sequence[tuple[int, dict[str, Any]]], config: DataConfig
 ) -> SampleSplit:
-    every = [row for _, row in rows]
-    split = SampleSplit(source, [], [], [], unread_columns(every, config))
+    split = SampleSplit(source, [], [], [])
     try:
-        check_columns(every, config)
+        check_columns([row for _, row in rows], config)
     except ConfigError as error:
         raise ConfigError(f"data.source {source}: {error}") from None
     for number, row in rows:
@@ -225,8 +231,7 @@ def tokenize_split(
         "empty answer": split.empty,
         f"no answer within data.context {config.context}": too_long,
     }
-    left_out, unread = tuple(_left_out(reasons)), tuple(split.unread)
-    return TokenizedSplit(tokenized.examples, tokenized.cut, left_out, unread)
+    return TokenizedSplit(tokenized.examples, tokenized.cut, tuple(_left_out(reasons)))
 
 
 def window_rows(
