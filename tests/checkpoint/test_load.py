@@ -476,6 +476,8 @@ def test_a_folder_of_pickles_is_not_read(tmp_path: Path) -> None:
     text = refusal(DECODER.build, tmp_path)
     assert "holds no model.safetensors" in text
     assert "a pickle can run anybody's code" in text
+    text = refusal(DECODER.build, tmp_path / "pytorch_model.bin")
+    assert "is no safetensors file. Files of pickles (.bin, .pt) are not read" in text
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "", 7, None])

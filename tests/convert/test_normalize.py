@@ -94,7 +94,7 @@ def test_an_optimizer_in_a_file_of_its_own() -> None:
         assert state.groups[0].options["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("key", ["step", "global_step", "iteration"])
+@pytest.mark.parametrize("key", ["step", "global_step", "iteration", "global_steps"])
 def test_how_many_steps_were_taken(key: str) -> None:
     assert normalize([tree_of({"model": net().state_dict(), key: 7})]).step == 7
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import shardwise as sw
 from shardwise.convert.torch_reader import METADATA_CLASSES, _MetadataUnpickler, read_torch
+
+
+class OfZero(Enum):
+    """A class of DeepSpeed, as it is in files of its optimizer."""
+
+    OPTIMIZER = 1
 
 
 class Canary:
@@ -75,6 +83,33 @@ def test_without_trust_nothing_is_unpickled_that_is_not_known(kind: str, tmp_pat
     with pytest.raises(sw.CheckpointError, match=r"eval in it would .*--trust-source"):
         read_torch(source)
     assert not (tmp_path / "fired").exists()
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"module": {"w": torch.empty(0)}, "param_shapes": [{"w": torch.Size([4])}]},  # ZeRO-3
+        {"module": {"w": torch.ones(4)}, "optimizer": {"optimizer_state_dict": {}}},  # no ZeRO
+        {"optimizer_state_dict": {"single_partition_of_fp32_groups": [torch.ones(2)]}},
+        {"optimizer_state_dict": {"zero_stage": OfZero(1)}},
+    ],
+)
+def test_parts_of_deepspeed_are_no_whole_weights(
+    state: Any, trust: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OfZero, "__module__", "deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", sys.modules[__name__])
+    torch.save({**state, "ds_version": "0.19.8"}, tmp_path / "a.pt")
+    with pytest.raises(sw.CheckpointError, match=r"of DeepSpeed.* zero_to_fp32\.py"):
+        read_torch(tmp_path / "a.pt", trust)
+
+
+def test_deepspeed_without_zero_and_in_float32_is_whole(tmp_path: Path) -> None:
+    optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+    state = {"module": {"w": torch.ones(4)}, "optimizer": optimizer, "param_shapes": None}
+    torch.save({**state, "ds_version": "0.19.8"}, tmp_path / "a.pt")
+    assert read_torch(tmp_path / "a.pt")["module"]["w"].shape == (4,)
 
 
 @pytest.mark.parametrize("kind", ["a value in a folder", "a file"])

@@ -25,6 +25,12 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 PARTS = ("adapter_model", "rest")
 """Stems of files that hold weights of a part of a model, in a checkpoint of it."""
+OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+"""Suffixes of files that hold pickles."""
+NO_PICKLES = (
+    "Files of pickles (.bin, .pt) are not read, since a pickle can run anybody's code; `shardwise "
+    "export FILE` converts one."
+)
 
 
 class TensorLocation(NamedTuple):
@@ -59,6 +65,8 @@ class CheckpointReader:
         given = Path(path).expanduser().absolute()
         resolved = retried(f"opening {given}", lambda: resolve(given))
         if retried(f"opening {resolved}", resolved.is_file):
+            if resolved.suffix in OF_TORCH:
+                raise CheckpointError(f"{resolved} is no safetensors file. {NO_PICKLES}")
             return cls(resolved.parent, None, resolved.name)
         check_is_folder(resolved)
         paths = retried(f"opening {resolved}", lambda: list(resolved.iterdir()))
@@ -149,9 +157,8 @@ class CheckpointReader:
         files = f"; it has {', '.join(self.listed()[:8])}" if self.listed() else ""
         raise CheckpointError(
             f"{self.folder} holds no model.safetensors and no index of several, so it holds no "
-            f"weights{files}. Name a folder that shardwise or a Hugging Face library wrote. Files "
-            "of pickles (.bin, .pt) are not read, since a pickle can run anybody's code; "
-            "`shardwise export FILE` converts one."
+            f"weights{files}. Name a folder that shardwise or a Hugging Face library wrote. "
+            f"{NO_PICKLES}"
         )
 
     def _check_ties(self, locations: Mapping[str, TensorLocation]) -> None:

@@ -15,11 +15,10 @@ import click
 import torch
 
 from shardwise.checkpoint import training_state
-from shardwise.checkpoint.reader import CheckpointReader
+from shardwise.checkpoint.reader import OF_TORCH, CheckpointReader
 from shardwise.cli.format_names import escape
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.runs import checkpoint_of
-from shardwise.convert.catalogue import OF_TORCH
 from shardwise.convert.export import (
     CONFIG,
     TOKENIZER,

@@ -12,10 +12,11 @@ from typing import Any
 
 import click
 
+from shardwise.checkpoint.reader import OF_TORCH
 from shardwise.cli.format_checkpoint import format_checkpoint, format_damage, format_run
 from shardwise.cli.format_names import escape, escape_lines
 from shardwise.cli.runs import Listed, Run, folder_of_run, meant, survey
-from shardwise.convert.catalogue import OF_TORCH, SUFFIX, Catalogue, Damage, damage_of
+from shardwise.convert.catalogue import SUFFIX, Catalogue, Damage, damage_of
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.train.records import plural
 

@@ -18,7 +18,7 @@ from shardwise.checkpoint.disk import check_is_folder, explained
 from shardwise.checkpoint.folder import resolve
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.read_requests import read_into, request_for
-from shardwise.checkpoint.reader import PARTS, CheckpointReader, TensorLocation
+from shardwise.checkpoint.reader import OF_TORCH, PARTS, CheckpointReader, TensorLocation
 from shardwise.checkpoint.recognise import files_in, is_leftover, step_of
 from shardwise.checkpoint.run_folder import check_complete, manifest_lost, read_manifest
 from shardwise.checkpoint.safetensors_format import INNER, dtype_of
@@ -30,8 +30,6 @@ from shardwise.plan.layout.layout import cut_at_multiples
 T = TypeVar("T")
 
 SUFFIX = ".safetensors"
-OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-"""Suffixes of files that hold pickles."""
 _NUMBERED = re.compile(rf"(?:{INNER}/)?(.+?)(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors")
 
 

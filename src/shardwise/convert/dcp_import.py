@@ -65,13 +65,9 @@ def import_checkpoint(
 
 def _optimizer_tensors(normalized: NormalizedState) -> dict[str, TorchTensor]:
     """Group tensors by names such as ``exp_avg/layers.0.weight``, key by key."""
-    tensors = [
-        (key, name, value)
-        for name, values in normalized.state.items()
-        for key, value in values.items()
-        if isinstance(value, TorchTensor)
-    ]
-    return {f"{key}/{name}": value for key, name, value in sorted(tensors, key=itemgetter(0))}
+    states = [(k, name, v) for name, one in normalized.state.items() for k, v in one.items()]
+    tensors = sorted((s for s in states if isinstance(s[2], TorchTensor)), key=itemgetter(0))
+    return {f"{key}/{name}": value for key, name, value in tensors}
 
 
 def _training(normalized: NormalizedState, optimizer: str | None) -> bytes:

@@ -120,9 +120,8 @@ def export_torch_file(
         in_one_file = replace(options, max_file_size=1 << 62, overwrite=False)
         converted = export(source, folder / "weights", in_one_file, progress)
         with CheckpointReader.open(folder / "weights") as written:
-            states = {
-                name: mapped(written, place) for name, place in written.tensors(MODEL).items()
-            }
+            places = written.tensors(MODEL)
+            states = {name: mapped(written, place) for name, place in places.items()}
             states |= {alias: states[name] for alias, name in written.aliases.items()}
             _, nbytes = write_one_file(folder / "unfinished.pt", states)
         named.take(folder / "unfinished.pt")

@@ -24,7 +24,7 @@ log = logging.getLogger("shardwise")
 
 MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
-STEPS = ("step", "global_step", "iteration")
+STEPS = ("step", "global_step", "iteration", "global_steps")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -212,11 +212,8 @@ def _names_of_numbers(state: NormalizedState) -> list[str]:
         "is right for an optimizer over model.parameters(). To be sure, make it over "
         "model.named_parameters(), or save it by name (get_optimizer_state_dict)."
     )
-    return [
-        name
-        for name, tensor in state.weights.items()
-        if DTYPES[tensor.dtype].is_floating_point and name.rpartition(".")[2] not in BUFFERS
-    ]
+    floats = [n for n, one in state.weights.items() if DTYPES[one.dtype].is_floating_point]
+    return [name for name in floats if name.rpartition(".")[2] not in BUFFERS]
 
 
 def class_of(state: NormalizedState) -> str:

@@ -41,6 +41,12 @@ METADATA_CLASSES = {
 }
 """What ``.metadata`` consists of, beside dtypes. Making one of these runs no other code."""
 
+OF_DEEPSPEED = (
+    "is a file of DeepSpeed, whose optimizer state and float32 weights are in parts without names. "
+    "Run `python zero_to_fp32.py . weights --max_shard_size 9TB` where that script lies, and name "
+    "the file it writes, which has weights alone. Without ZeRO, save torch.load(FILE)['module']."
+)
+
 
 @dataclass(frozen=True)
 class TorchTensor:
@@ -81,6 +87,10 @@ def read_torch(source: Path, trust: bool = False) -> Tree:
             f"{source} holds one value, or nothing, and no names. Save a dict of tensors by name, "
             "as state_dict() makes it."
         )
+    inner = tree.get("optimizer")  # without ZeRO: torch's own, or one that keeps float32 apart
+    keys = {*tree, *(inner if isinstance(inner, dict) else ())}
+    if "ds_version" in keys and (tree.get("param_shapes") or "optimizer_state_dict" in keys):
+        raise CheckpointError(f"{source} {OF_DEEPSPEED}")
     return tree
 
 
@@ -92,6 +102,8 @@ def _explained(source: Path, what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except _Untrusted as error:
+        if str(error).startswith("deepspeed."):
+            raise CheckpointError(f"{source} {OF_DEEPSPEED}") from None
         raise CheckpointError(
             f"{source} was not read: {error} in it would have to be unpickled, which can run any "
             "code. If you trust whoever wrote it, pass trust=True (on the command line: "
@@ -109,8 +121,8 @@ def _load(file: Path | BinaryIO, trust: bool, name: str, mmap: bool = False) -> 
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
-        if not trust:
-            match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if not trust or (match and match[1].startswith("deepspeed.")):
             raise _Untrusted(match[1] if match else repr(name)) from None
     if not isinstance(file, Path):
         file.seek(0)
@@ -133,11 +145,8 @@ def _tree(source: Path, value: Any, name: str) -> Any:
     if isinstance(value, list) and any(isinstance(v, Mapping | Tensor) for v in value):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
-        keys = {key: key if isinstance(key, int) else str(key) for key in value}
-        return {
-            keys[key]: _tree(source, inner, f"{name}.{keys[key]}".lstrip("."))
-            for key, inner in value.items()
-        }
+        items = [(key if isinstance(key, int) else str(key), value[key]) for key in value]
+        return {key: _tree(source, inner, f"{name}.{key}".lstrip(".")) for key, inner in items}
     return _in_memory(source, value, name) if isinstance(value, Tensor) else value
 
 
