@@ -93,7 +93,7 @@ def test_the_smallest_is_found_among_few() -> None:
     every = list(candidates(8, 8, [1, 4]))[::15]
     planner = planner_of()
     least = min(planner.peak(candidate).device for candidate in every)
-    assert planner.peak(smallest(planner, every)).device == least
+    assert planner.peak(smallest(planner, every, lambda peak: peak.device)).device == least
 
 
 def test_candidates_are_of_the_machine() -> None:
@@ -210,3 +210,32 @@ def test_the_entry_point_is_called_plan(machine: str, options: dict[str, Any], f
 def test_devices_without_a_number_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="such as 8xH100"):
         devices(text)
+
+
+def with_host_memory(nbytes: float, ranks: int = 8) -> Question:
+    base = question(ranks)
+    accelerator = replace(base.machine.accelerator, host_memory=nbytes)
+    return replace(base, machine=replace(base.machine, accelerator=accelerator))
+
+
+@pytest.mark.parametrize(("part", "status"), [(0.9, 2), (1.02, 3), (1.2, 0)])
+def test_host_memory_decides_as_the_device_s_does(part: float, status: int) -> None:
+    chosen = Candidate("full_shard", 1, offload="everything")
+    needed = 8 * planner_of().forecast(chosen).memory.in_host
+    verdict = ask(with_host_memory(part * needed), chosen, among=[Candidate("full_shard", 1)])
+    assert verdict.exit_code == status
+    assert "in host memory of" in verdict.first_line  # the device is emptier
+    fits = [fix.change for fix in verdict.fixes if fix.fits]
+    assert ("offload nothing" in fits) is (status != 0)
+
+
+def test_where_nothing_fits_neither_device_nor_host_is_overlooked() -> None:
+    among = [Candidate("full_shard", 1, offload=offload) for offload in OFFLOADS]
+    base = with_host_memory(1000.0)
+    device = planner_of().forecast(among[0]).memory.peak + base.machine.accelerator.reserved
+    accelerator = replace(base.machine.accelerator, memory=device * 1.01)
+    verdict = ask(
+        replace(base, machine=replace(base.machine, accelerator=accelerator)), among=among
+    )
+    assert verdict.best.candidate.offload == "none"
+    assert verdict.says == "within the error"

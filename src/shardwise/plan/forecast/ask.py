@@ -173,13 +173,20 @@ class _Search:
 
     def fits(self, peak: Peak) -> bool:
         """Does it fit, the error included?"""
-        machine, more = self.question.machine, 1 + self.errors.memory
-        of_a_host = peak.in_host * min(machine.per_host, self.question.ranks)
-        in_host_memory = of_a_host * more <= machine.accelerator.host_memory
-        return in_host_memory and (peak.device + self.reserved) * more <= self.capacity
+        return self.filled(peak) * (1 + self.errors.memory) <= 1
+
+    def filled(self, peak: Peak) -> float:
+        """The part of memory that it fills: see ``Machine.filled``."""
+        return self.question.machine.filled(*peak, self.question.ranks)
 
     def _fits(self, forecast: Forecast) -> bool:
-        return self.fits(Peak(self._held(forecast), forecast.memory.in_host))
+        return self._filled(forecast) * (1 + self.errors.memory) <= 1
+
+    def _filled(self, forecast: Forecast) -> float:
+        return forecast.filled(self.question.machine, self.question.ranks)
+
+    def _beside(self, forecast: Forecast) -> int:
+        return forecast.beside(self.question.machine.accelerator)
 
     def _held(self, forecast: Forecast) -> int:
         return forecast.held(self.question.machine.accelerator)
@@ -223,9 +230,9 @@ class _Search:
         if more := self._on_more_ranks(best.candidate):
             changed["twice as many ranks"] = more
         fixes = [
-            Fix(name, self._held(f), _rate(best) / _rate(f), self._fits(f))
+            Fix(name, self._held(f), self._beside(f), _rate(best) / _rate(f), self._fits(f))
             for name, f in changed.items()
-            if self._held(f) < self._held(best)
+            if self._filled(f) < self._filled(best)
         ]
         return sorted(fixes, key=lambda fix: (not fix.fits, fix.time if fix.fits else fix.peak))
 
@@ -245,7 +252,8 @@ class _Search:
     ) -> Forecast:
         """The fastest, with what memory it leaves used for unsharded units if that is faster."""
         if not others:
-            return planner.forecast(smallest(planner, [c for c in every if c.wire is None]))
+            plain = [c for c in every if c.wire is None]
+            return planner.forecast(smallest(planner, plain, self.filled))
         best = others[0]
         free = self.capacity / (1 + self.errors.memory) - self.reserved - self._held(best)
         whole = sum(p.numel() * p.itemsize for p in self.question.model.parameters())

@@ -143,6 +143,7 @@ def savings(chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
     if chosen.prefetch:
         yield "no prefetch", replace(chosen, prefetch=0)
     if PRESETS[chosen.strategy].splits:
-        for offload in ("optimizer", "everything"):
-            if chosen.offload in ("none", "optimizer") and chosen.offload != offload:
-                yield f"offload {offload}", replace(chosen, offload=offload)
+        for offload in OFFLOADS:  # less of it saves host memory
+            if offload != chosen.offload:
+                what = "nothing" if offload == "none" else offload
+                yield f"offload {what}", replace(chosen, offload=offload)

@@ -7,6 +7,7 @@ that a calibration writes, adds entries of its own.
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -146,6 +147,20 @@ class Machine:
     between: Link
     host: Link  # from a device to its host's memory
     per_host: int
+
+    def filled(self, nbytes: float, in_host: float, ranks: int) -> float:
+        """The part of its device that a rank fills, or of host memory that a host's ranks do.
+
+        Args:
+            nbytes: of one rank on its device, beside what is reserved.
+            in_host: of one rank in host memory.
+        """
+        own = self.accelerator
+        of_device = (nbytes + own.reserved) / own.memory
+        if not in_host:
+            return of_device
+        of_host = in_host * min(self.per_host, ranks)
+        return max(of_device, of_host / own.host_memory if own.host_memory else math.inf)
 
 
 @dataclass(frozen=True)

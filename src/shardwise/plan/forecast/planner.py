@@ -32,7 +32,7 @@ from shardwise.plan.blueprint import Blueprint, draw_on, units_of
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.collectives import Ring
-from shardwise.plan.forecast.machine import Accelerator, known
+from shardwise.plan.forecast.machine import Accelerator, Machine, known
 from shardwise.plan.forecast.memory import MemoryForecast
 from shardwise.plan.forecast.moments import EngineMoments, activations
 from shardwise.plan.forecast.observe import observe
@@ -57,11 +57,21 @@ class Forecast(NamedTuple):
     time: TimeForecast
 
     def held(self, accelerator: Accelerator) -> int:
-        """Bytes of ``accelerator`` at most, without what is reserved."""
+        """Bytes of ``accelerator`` at most, without what is reserved; a CPU's are the host's."""
+        in_host = self.memory.in_host - self.beside(accelerator)
         if accelerator.kept is None:
-            return self.memory.peak
+            return self.memory.peak + in_host
         loaded = accelerator.recomputing if self.candidate.recompute else 0
-        return self.memory.process(accelerator.kept) + loaded
+        return self.memory.process(accelerator.kept) + in_host + loaded
+
+    def beside(self, accelerator: Accelerator) -> int:
+        """Bytes at most in host memory, where that is not the device's own."""
+        return 0 if accelerator.device == "cpu" else self.memory.in_host
+
+    def filled(self, machine: Machine, ranks: int) -> float:
+        """The part of memory that it fills: see ``Machine.filled``."""
+        accelerator = machine.accelerator
+        return machine.filled(self.held(accelerator), self.beside(accelerator), ranks)
 
 
 class Peak(NamedTuple):

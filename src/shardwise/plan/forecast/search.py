@@ -92,14 +92,20 @@ def _possible(planner: Planner, candidates: Iterable[Candidate], fits: Fits) -> 
             too_many[recompute] = rows
 
 
-def smallest(planner: Planner, candidates: Iterable[Candidate]) -> Candidate:
-    """Return what takes least memory, by estimates."""
+def smallest(
+    planner: Planner, candidates: Iterable[Candidate], filled: Callable[[Peak], float]
+) -> Candidate:
+    """Return what takes least memory, by estimates.
+
+    Args:
+        filled: the part of memory that so many bytes fill.
+    """
     least: dict[tuple[object, ...], Candidate] = {}  # rows and units ahead take more, always
     for candidate in candidates:
         c = candidate
         alike = c.strategy, c.mesh, c.recompute, c.offload, c.wire
         least[alike] = min(least.get(alike, c), c, key=_size)
-    return min(least.values(), key=planner.peak)
+    return min(least.values(), key=lambda c: (filled(planner.peak(c)), planner.peak(c)))
 
 
 def _size(candidate: Candidate) -> tuple[float, ...]:

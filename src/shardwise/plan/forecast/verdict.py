@@ -28,6 +28,7 @@ class Fix(NamedTuple):
 
     change: str
     peak: int  # bytes
+    in_host: int  # bytes in host memory, beside
     time: float  # for each token, beside what it takes now
     fits: bool  # the error included
 
@@ -75,11 +76,26 @@ class Verdict:
         return self.machine.accelerator.memory
 
     @property
+    def filled(self) -> float:
+        """The part of memory that it fills: see ``Machine.filled``."""
+        return self.best.filled(self.machine, self.ranks)
+
+    @property
     def says(self) -> str:
         """A key of ``EXIT``."""
-        if self.peak * (1 + self.errors.memory) <= self.capacity:
+        if self.filled * (1 + self.errors.memory) <= 1:
             return "fits"
-        return "does not fit" if self.peak > self.capacity else "within the error"
+        return "does not fit" if self.filled > 1 else "within the error"
+
+    @property
+    def in_host(self) -> int:
+        """Bytes at most of a rank in host memory, beside the device."""
+        return self.best.beside(self.machine.accelerator)
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes that a rank has of its host's memory."""
+        return self.machine.accelerator.host_memory / min(self.machine.per_host, self.ranks)
 
     @property
     def exit_code(self) -> int:
@@ -102,11 +118,17 @@ class Verdict:
             f"{rate} per {self._device} ± {errors.time:.0%}",
             f"MFU {time.mfu():.0%}",
         ]
+        if self.filled > self.peak / self.capacity:  # the device is not what is full
+            parts[1:1] = [f"{_gb(self.in_host)} in host memory {self._of_host}"]
         if self.days is not None and self.tokens is not None:
             parts.append(f"{_duration(self.days)} for {_count(self.tokens)} {time.work.counted}")
         name = self.machine.accelerator.name
         memory = "" if "GB" in name else f" {self.capacity / 1e9:.0f} GB"
         return f"{WORDS[self.says]} on {self.ranks:,} × {name}{memory}: {', '.join(parts)}"
+
+    @property
+    def _of_host(self) -> str:
+        return f"of {_gb(self.host_memory)} for each"
 
     @property
     def _device(self) -> str:
@@ -134,16 +156,34 @@ class Verdict:
             "ranks": self.ranks,
             "accelerator": self.machine.accelerator.name,
             "capacity": self.capacity,
+            "host_memory": self.host_memory,
             "reserved": self.reserved,
             "errors": self.errors._asdict(),
             "days": self.days,
-            **_record(self.best),
-            "others": [_record(other) for other in self.others],
-            "rounded": [_record(other) for other in self.rounded],
+            **self._record(self.best),
+            "others": [*map(self._record, self.others)],
+            "rounded": [*map(self._record, self.rounded)],
             "recipe": dict(self.recipe),
             "fixes": [fix._asdict() for fix in self.fixes],
             "advice": [advice._asdict() for advice in self.advice],
             "searched": self.searched,
+        }
+
+    def _record(self, forecast: Forecast) -> dict[str, Any]:
+        candidate, memory, time = forecast
+        return {
+            "candidate": asdict(candidate),
+            "peak": memory.peak,
+            "held": forecast.held(self.machine.accelerator),
+            "in_host": memory.in_host,
+            "peak_at": str(memory.at_peak),
+            "by_kind": memory.by_kind,
+            "by_unit": memory.by_unit,
+            "seconds": time.seconds,
+            "tokens_per_second": time.tokens_per_second,
+            "counted": time.work.counted,
+            "mfu": time.mfu(),
+            "parts": time.parts,
         }
 
     def _memory(self) -> Iterator[str]:
@@ -154,8 +194,8 @@ class Verdict:
         for kind, nbytes in {**held, **more}.items():
             if nbytes >= self.peak / 1000:
                 yield f"  {kind:<26} {_gb(nbytes):>10}  {nbytes / self.peak:4.0%}"
-        if self.best.memory.in_host:
-            yield f"  {'in host memory, beside':<26} {_gb(self.best.memory.in_host):>10}"
+        if self.in_host:
+            yield f"  {'in host memory, beside':<26} {_gb(self.in_host):>10}  {self._of_host}"
 
     def _time(self) -> Iterator[str]:
         time = self.best.time
@@ -187,8 +227,9 @@ class Verdict:
         yield ""
         yield "what would change that, one thing at a time:"
         counted = self.best.time.work.counted.removesuffix("s")
-        for change, peak, time, fits in self.fixes:
+        for change, peak, in_host, time, fits in self.fixes:
             total, says = _gb(peak + self.reserved), "fits" if fits else "does not fit"
+            says += f", {_gb(in_host)} in host memory" if in_host else ""
             yield f"  {change:<32} {total:>10}, {says}; time for a {counted} {time - 1:+.0%}"
 
     def _advice(self) -> Iterator[str]:
@@ -215,23 +256,6 @@ class Verdict:
         if slower < 0.005:
             return f"computed: as fast as {fastest[0]}"
         return f"computed: {slower:.0%} slower than {fastest[0]}: more {_more(own, fastest[1])}"
-
-
-def _record(forecast: Forecast) -> dict[str, Any]:
-    candidate, memory, time = forecast
-    return {
-        "candidate": asdict(candidate),
-        "peak": memory.peak,
-        "in_host": memory.in_host,
-        "peak_at": str(memory.at_peak),
-        "by_kind": memory.by_kind,
-        "by_unit": memory.by_unit,
-        "seconds": time.seconds,
-        "tokens_per_second": time.tokens_per_second,
-        "counted": time.work.counted,
-        "mfu": time.mfu(),
-        "parts": time.parts,
-    }
 
 
 def _more(slow: TimeForecast, fast: TimeForecast) -> str:
