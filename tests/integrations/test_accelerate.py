@@ -63,6 +63,20 @@ def test_the_newest_state_is_loaded_if_no_folder_is_given(tmp_path: Path, alone:
     assert model.state_dict()["weight"].unique().tolist() == [2.0]
 
 
+def test_in_the_middle_of_an_accumulation_nothing_is_replaced(tmp_path: Path, alone: Any) -> None:
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model: Any = accelerator.prepare_model(nn.Linear(2, 2))
+    accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    folder = Path(accelerator.save_state())
+    with accelerator.no_sync(model):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(sw.ScheduleError, match="nothing was saved"):
+        accelerator.save_state()
+    assert [path.name for path in folder.parent.iterdir()] == ["checkpoint_0"]
+    assert (folder / "model-0" / "model.safetensors").exists()
+
+
 def test_an_optimizer_of_two_models_is_refused_before_anything_is_saved(
     tmp_path: Path, alone: Any
 ) -> None:
