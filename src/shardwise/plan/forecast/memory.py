@@ -26,7 +26,7 @@ from shardwise.plan.forecast.holdings import POOLED, Holdings, Kind, Use
 from shardwise.plan.forecast.work import Level, Span, StepWork
 from shardwise.plan.printed import size
 from shardwise.plan.schedule.decide import steps
-from shardwise.plan.schedule.events import Event, Mode, Order, Policy
+from shardwise.plan.schedule.events import Event, Mode, Order
 from shardwise.plan.spec import BucketSpec
 
 OPTIMIZERS = {"adamw": (2, 4), "sgd": (0, 0), "momentum": (1, 0)}
@@ -229,7 +229,7 @@ class _Walk:
         if mode == "last":
             for unit in trained:
                 self._holdings.collect(unit, keeps=True)
-            for unit in _kept_whole(policy, order):
+            for unit in policy.left_whole(order):
                 self._holdings.gather(unit)
         played = steps(order, policy, nbytes, mode)
         behind = len(order.forward)  # cues before the backward pass
@@ -262,12 +262,6 @@ def _spans(work: StepWork | None, steps: int) -> Sequence[Sequence[Span]]:
     forward, backward = work.forward, work.backward
     turn = (forward[-1], *backward[:1])
     return [*zip(forward[:-1]), turn, *zip(backward[1:])]
-
-
-def _kept_whole(policy: Policy, order: Order) -> list[str]:
-    """Units that micro-batches before have left gathered."""
-    used = dict.fromkeys(cue.unit for cue in order.forward)
-    return [u for u in used if policy.gathers(u) and not policy.placements[u].frees]
 
 
 def _first_gradients(order: Order, trained: Sequence[str]) -> dict[str, int]:

@@ -208,8 +208,7 @@ def events(
     order: Order, policy: Policy, nbytes: Mapping[str, UnitBytes], mode: Mode = "train"
 ) -> tuple[Event, ...]:
     """One step: the cues in order, every gather, free, reduce and settle between them, ``END``."""
-    played = steps(order, policy, nbytes, mode)
-    return tuple(event for step in played for event in step.in_order())
+    return tuple(event for step in steps(order, policy, nbytes, mode) for event in step.in_order())
 
 
 def steps(
@@ -234,8 +233,7 @@ def _at_start(policy: Policy, mode: Mode, trained: frozenset[str], order: Order)
     """Return what was done when a step begins."""
     facts = Facts(mode != "accumulate", trained, reloads=policy.reloads)
     if mode == "last":  # what was not freed is there, and no optimizer has stepped since
-        used = {cue.unit for cue in order.forward if policy.gathers(cue.unit)}
-        facts.gathered = {unit for unit in used if not policy.placements[unit].frees}
+        facts.gathered.update(policy.left_whole(order))
         facts.loaded |= policy.loads - policy.reloads
         facts.updated |= policy.joins - policy.reloads
     return facts
@@ -299,8 +297,7 @@ class _Expected:
         if op is not (Op.EXIT if (phase, prefetch.when) == (Phase.BACKWARD, "post") else Op.ENTER):
             return units
         while prefetch.limit is None or len(self.ahead) + flies < prefetch.limit:
-            wanted = self._first_to_gather(position, facts)
-            if wanted is None:
+            if (wanted := self._first_to_gather(position, facts)) is None:
                 break
             nbytes = self.nbytes[wanted].gathered
             if self.ahead_bytes + nbytes > self.depths[phase]:

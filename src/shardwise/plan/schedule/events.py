@@ -112,6 +112,11 @@ class Policy:
         """Is the unit at rest something else than what it computes with?"""
         return self.placements[unit].splits or self.casts or unit in self.loads
 
+    def left_whole(self, order: Order) -> list[str]:
+        """Return the units that micro-batches before have left gathered."""
+        used = dict.fromkeys(cue.unit for cue in order.forward)
+        return [unit for unit in used if self.gathers(unit) and not self.placements[unit].frees]
+
     def gathering(self, unit: str, phase: Phase, reason: str) -> Iterator[Event]:
         """Return the events that all-gather a unit, without those already issued in this step."""
         if unit in self.loads:
