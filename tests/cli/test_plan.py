@@ -145,6 +145,31 @@ def test_what_is_written_for_a_folder_is_a_recipe(
     assert f"with {recipe.sharding.strategy}, {recipe.batch.micro} row" in out
 
 
+FALCON = {"model_type": "falcon", "hidden_size": 32, "num_attention_heads": 4}  # asks for sdpa
+PADDED = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "pad_token_id": 0}  # looks for padding
+
+
+@pytest.mark.parametrize("config", [FALCON, PADDED], ids=["falcon", "gpt2"])
+def test_code_that_needs_masks_or_values_is_planned_without(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, Any]
+) -> None:
+    few = {"num_hidden_layers": 1, "vocab_size": 64, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | few))
+    one = ("--gpus", "1xL4", "--micro-batch", "1", "--strategy", "no_shard")
+    code, out, error = plan(capsys, str(tmp_path), *one, "--seq", "32")
+    assert (code, error) == (0, "")
+    assert out.startswith("FITS on 1 × L4")
+
+
+def test_rows_that_training_would_refuse_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = str(tiny("llama", tmp_path))  # for 64 tokens
+    code, _, error = plan(capsys, folder, "--gpus", "1xL4", "--seq", "65")
+    assert code == 1
+    assert "takes rows of 64 tokens at most" in " ".join(error.split())
+
+
 def test_parameters_are_counted_alike_however_many_bits_they_have(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

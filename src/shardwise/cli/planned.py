@@ -112,11 +112,11 @@ def _of_recipe(path: str, machine: Machine, ranks: int, length: int | None) -> P
 def _of_transformers(
     keys: dict[str, Any], machine: Machine, ranks: int, length: int | None
 ) -> Planned:
+    from shardwise.train.model_folder import longest_row
     from shardwise.train.question import model_of, question_of
 
     model: Any = model_of(Recipe.model_validate(keys))
-    longest = getattr(model.config, "max_position_embeddings", None) or LENGTH
-    keys["data"] = {"context": length or min(longest, LENGTH)}
+    keys["data"] = {"context": length or min(longest_row(model.config) or LENGTH, LENGTH)}
     question = question_of(Recipe.model_validate(keys), model, machine, ranks)
     return Planned(replace(question, rows=None), keys["data"]["context"], None, keys)
 

@@ -23,6 +23,14 @@ def make_causal(model: Any) -> None:
 
     AttentionInterface.register(NAME, attend)
     for module in model.modules():  # parts have a configuration of their own
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
+        config: Any = getattr(module, "config", None)
+        # A class that does not look attention up asks for "sdpa" by name, and calls it itself.
+        looks_up = getattr(module, "_supports_attention_backend", False)
+        if looks_up or getattr(config, "_attn_implementation", "sdpa") != "sdpa":
             config._attn_implementation = NAME  # the setter looks whether a kernel is installed
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it looks at values, to warn
+            module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
+
+
+def _warn_of_nothing(*_: Any) -> None:
+    pass

@@ -7,7 +7,7 @@ configuration with the dtype of what was trained: so whatever loads the one load
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -44,13 +44,7 @@ def with_tokenizer(recipe: Recipe) -> Recipe:
     from shardwise.hf.folder import config_of, tokenizer_of
 
     folder, config = locate(recipe), recipe.tokenizer
-    text = config_of(folder).get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or recipe.data.context
-    if recipe.data.context > longest:
-        raise ConfigError(
-            f"data.context is {recipe.data.context:,}, and the model in {recipe.model.source} "
-            f"takes rows of {longest:,} tokens at most; set data.context {longest}, or less."
-        )
+    check_context(recipe, config_of(folder))
     tokenizer = None if config.source else tokenizer_of(folder)
     if not config.source and tokenizer is None:
         raise ConfigError(f"{folder} holds no tokenizer; name one in tokenizer.source.")
@@ -59,6 +53,22 @@ def with_tokenizer(recipe: Recipe) -> Recipe:
         end = config.end
     resolved = config.model_copy(update={"source": config.source or str(folder), "end": end})
     return recipe.model_copy(update={"tokenizer": resolved})
+
+
+def check_context(recipe: Recipe, config: Any) -> None:
+    """Raise ``ConfigError`` if a model of ``config`` takes shorter rows than data.context."""
+    longest = longest_row(config) or recipe.data.context
+    if recipe.data.context > longest:
+        raise ConfigError(
+            f"data.context is {recipe.data.context:,}, and the model in {recipe.model.source} "
+            f"takes rows of {longest:,} tokens at most; set data.context {longest}, or less."
+        )
+
+
+def longest_row(config: Any) -> int | None:
+    """Tokens of the longest row that a model of ``config`` takes; ``None``: it does not say."""
+    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest
 
 
 def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:

@@ -20,7 +20,7 @@ from shardwise.plan.forecast.question import Question
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shard_arguments import shard_arguments
 from shardwise.train.decoder import Decoder
-from shardwise.train.model_folder import on_meta
+from shardwise.train.model_folder import check_context, on_meta
 from shardwise.train.optimizer import blocksize_of, state_of
 
 BY_CANDIDATES = ("strategy", "mesh", "unsharded", "activation_checkpointing", "offload", "prefetch")
@@ -42,6 +42,8 @@ def model_of(recipe: Recipe, vocabulary: int | None = None) -> nn.Module:
 
 def question_of(recipe: Recipe, model: nn.Module, machine: Machine, ranks: int) -> Question:
     """Ask what training ``model`` by the recipe takes on ``ranks`` ranks of ``machine``."""
+    if recipe.model.source is not None:
+        check_context(recipe, model.config)
     arguments = shard_arguments(recipe.sharding)
     rest = {key: value for key, value in arguments.items() if key not in BY_CANDIDATES}
     options = {"use_cache": False} if recipe.model.source is not None else {}
