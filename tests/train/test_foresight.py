@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from shardwise.train import foresight
 from shardwise.train.comparison import Compared
 from shardwise.train.foresight import USUAL, Foresight, compared, machine_here, seconds_of
 from shardwise.train.records import Warned
+from shardwise.train.requests import Request, SignalRequests
+from shardwise.train.validation import Validation
 from tests.cli.test_bench import HERE
 from tests.report.runs import EVENTS
 from tests.train.runs import Watched
@@ -53,6 +56,24 @@ def test_the_engine_holds_the_planned_bytes_at_every_event(
     events = [event for *_, event in step["moments"] if event is not None]
     assert len(events) == comparison.events == len(step["planned"]) - 2
     assert comparison.planned_memory >= max(engine or 0 for engine, _ in step["planned"])
+
+
+@pytest.mark.parametrize("ends", ["by patience", "on request"])
+def test_a_run_that_ends_early_is_compared_all_the_same(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    early = ("run.steps=9", "run.eval_every=1", "run.throughput_warmup=2", "run.patience=1")
+    if ends == "by patience":
+        evaluate = Validation.evaluate
+        no_better = lambda *given: replace(evaluate(*given), loss=3.0)  # noqa: E731
+        monkeypatch.setattr(Validation, "evaluate", no_better)
+    else:
+        at_2 = lambda _, step: Request.STOP if step == 2 else Request.NONE  # noqa: E731
+        monkeypatch.setattr(SignalRequests, "take", at_2)
+    outcome = watched.run(tiny_recipe(tmp_path, *SHORT, *early), world=2)
+    assert (outcome.step, outcome.stopped) == (2, ends == "on request")
+    (comparison,) = watched.kind(Compared)
+    assert comparison.events
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

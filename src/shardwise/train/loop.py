@@ -201,7 +201,8 @@ class _Loop:
         self._job.batches.start(self._state.streams)
         if all_gather_floats(self._comm, [self._job.ahead.ended()], "end of text").any():
             self._steps = self._state.step
-        self._stop_if_stale()
+        if self._is_stale():
+            self._steps = self._state.step
         if self._steps == 0:
             raise ConfigError(
                 f"data.source {self._job.recipe.data.source} has less text than one step takes: "
@@ -241,6 +242,7 @@ class _Loop:
                 return self._stopped(saved and not self._checkpoints.save_error)
             self._logger.clear_requests()
         self._checkpoints.wait()
+        self._compare()  # of a run that ended early
         if self._steps < self._config.steps:
             self._logger.log(Warned(self._ended_message()))
         return Outcome(self._state.step, False, self._evaluated, self._checkpoints.save_error)
@@ -287,7 +289,7 @@ class _Loop:
         record = self._step_record(step, (norm, lr, scale), per_rank)
         self._logger.log(record)
         self._logger.log(exchanged)
-        self._compare(step)
+        self._compare(last=step == self._steps)
         _check_finite(record)
         validated, taken = not self._is_validation_due(step), max(step, self._outer.steps)
         self._state = replace(self._state, step=taken, validated=validated, seen=record.tokens)
@@ -302,10 +304,10 @@ class _Loop:
         with recorded(self._job, step, self._logger, self._plan) as self._recording:
             yield
 
-    def _compare(self, step: int) -> None:
+    def _compare(self, last: bool = True) -> None:
         """Say once what steps take beside the plan, when they are as many as are averaged."""
-        enough = self._throughput.steps == self._config.throughput_warmup + WINDOW
-        if self._plan is not None and (enough or step == self._steps):
+        taken, enough = self._throughput.steps, self._config.throughput_warmup + WINDOW
+        if self._plan is not None and taken and (last or taken == enough):
             rate = self._throughput.tokens_per_second
             self._logger.log(compared(self._plan, self._recording or None, rate))
             self._plan = None
@@ -351,16 +353,13 @@ class _Loop:
         best = state.best is None or evaluated.loss < state.best
         lowest, stale = (evaluated.loss, 0) if best else (state.best, state.stale + 1)
         self._state = replace(state, validated=True, best=lowest, stale=stale)
-        self._stop_if_stale()
+        if self._is_stale():
+            self._steps = self._state.step
         return best
 
     def _is_stale(self) -> bool:
         """Were the last ``run.patience`` validations no better? The same on every rank."""
         return self._state.stale >= (self._config.patience or math.inf)
-
-    def _stop_if_stale(self) -> None:
-        if self._is_stale():
-            self._steps = self._state.step
 
     def _is_validation_due(self, step: int) -> bool:
         is_due = is_multiple(step, self._config.eval_every) and step >= self._config.eval_delay
@@ -384,6 +383,7 @@ class _Loop:
         return self._throughput.overall
 
     def _stopped(self, saved: bool) -> Outcome:
+        self._compare()
         self._logger.log(Stopped(self._state.step, self._steps, saved))
         self._logger.clear_requests()
         return Outcome(self._state.step, True, self._evaluated, self._checkpoints.save_error)
