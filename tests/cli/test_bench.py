@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.bench import Bench, _rows
+from shardwise.integrations.side_by_side import Measured
+from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.planner import Planner
 from tests.forked import forked
 
 MODEL = """
@@ -79,3 +83,16 @@ def test_what_every_rank_refuses_is_said_once(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("names no model") == 1
     assert not done.stdout
+
+
+def test_a_plan_is_of_the_ranks_transport_and_of_processes(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    bench = Bench(f"{tmp_path}/model.py:build", 2, rounds=1, rows=2, seq=None, engines=())
+    question = bench.question(2)
+    measured = [
+        Measured(name, 1.0, 0, shared) for name, shared in (("zero1", True), ("zero1", False))
+    ]
+    shared, messages = (row["planned_peak"] for row in _rows(question, bench, measured))
+    assert shared < messages  # of full buckets each rank has its own
+    tensors = Planner(question).forecast(Candidate("zero1", 2)).memory.peak
+    assert messages > 2 * tensors  # a process keeps pages that it has had

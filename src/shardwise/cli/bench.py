@@ -29,6 +29,7 @@ from shardwise.integrations.side_by_side import (
 from shardwise.launch.error_files import write_error_file
 from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.memory import FIRST_STEP
 from shardwise.plan.forecast.planner import Planner
 from shardwise.plan.forecast.question import Question
 from shardwise.train.foresight import machine_here
@@ -104,7 +105,6 @@ def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bo
         for number, row in enumerate(rows):
             _say(f"memory of {row.engine}, in processes of its own")
             rows[number] = replace(row, peak=ranks(f"--memory={row.engine}"))
-    rows = _planned(rows, bench)
     _print(rows, bench, as_json)
     return rows
 
@@ -134,23 +134,20 @@ def _rows(question: Question, bench: Bench, measured: Sequence[Measured]) -> lis
         rates = time.work.tokens * question.ranks * steps, time.work.flops * steps
         mfu = None if peak is None else rates[1] / peak
         row = Row(one.engine, one.milliseconds, *rates, one.sent, mfu=mfu)
-        rows.append(asdict(replace(row, counted=time.work.counted)))
+        row = replace(row, counted=time.work.counted)
+        if one.engine in STRATEGIES:
+            row = _beside_the_plan(row, bench, replace(question, shared=one.shared))
+        rows.append(asdict(row))
     return rows
 
 
-def _planned(rows: Sequence[Row], bench: Bench) -> list[Row]:
-    """The rows with what the plan says of ours."""
-    planner = Planner(bench.question(bench.nproc))
-    return [_beside_the_plan(row, bench, planner) for row in rows]
-
-
-def _beside_the_plan(row: Row, bench: Bench, planner: Planner) -> Row:
-    if row.engine not in STRATEGIES:
-        return row
-    forecast = planner.forecast(Candidate(row.engine, bench.rows))
+def _beside_the_plan(row: Row, bench: Bench, question: Question) -> Row:
+    """The row with what the plan says; of a CPU's processes, with what they free and keep."""
+    forecast = Planner(question).forecast(Candidate(row.engine, bench.rows))
     milliseconds = 1e3 * forecast.time.seconds if bench.machines else None
-    peak = bench.nproc * forecast.memory.peak
-    return replace(row, planned_peak=peak, planned_milliseconds=milliseconds)
+    memory, on_cpu = forecast.memory, question.machine.accelerator.device == "cpu"
+    peak = memory.process(kept=0) - FIRST_STEP if on_cpu else memory.peak
+    return replace(row, planned_peak=question.ranks * peak, planned_milliseconds=milliseconds)
 
 
 def _print(rows: Sequence[Row], bench: Bench, as_json: bool) -> None:

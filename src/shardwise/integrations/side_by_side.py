@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.api.shard import shard
 from shardwise.comm.machine.connect import over
-from shardwise.comm.protocol import Comm, Counters
+from shardwise.comm.protocol import Comm
 from shardwise.config.precision import Precision
 from shardwise.config.strategies import STRATEGIES
 from shardwise.doctor.calibrate import proportional_bytes
@@ -65,7 +65,7 @@ class Engine:
     """A copy of the model that is trained; ``step`` takes one step."""
 
     step: Callable[[], None]
-    counters: Counters | None  # of bytes that were sent; ``None``: nobody counts
+    comm: Comm | None  # which counts the bytes that were sent; ``None``: nobody does
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,13 @@ class Measured:
     Attributes:
         milliseconds: of a step, until its slowest rank is done; the median.
         sent: bytes that rank 0 sends in a step; ``None``: nobody counts.
+        shared: ranks map one full bucket.
     """
 
     engine: str
     milliseconds: float
     sent: int | None
+    shared: bool
 
 
 @contextmanager
@@ -110,12 +112,15 @@ def measure(
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
         for name, engine in engines.items():
-            if engine.counters is not None:
-                engine.counters.reset()
+            if engine.comm is not None:
+                engine.comm.counters.reset()
             times[name].append(_over_ranks(_seconds(engine.step), dist.ReduceOp.MAX))
-            counted = engine.counters
+            counted = None if engine.comm is None else engine.comm.counters
             sent[name] = None if counted is None else sum(counted.bytes_sent.values())
-    return [Measured(name, 1e3 * median(times[name]), sent[name]) for name in names]
+    shared = {name: engine.comm and engine.comm.memory.shared for name, engine in engines.items()}
+    return [
+        Measured(name, 1e3 * median(times[name]), sent[name], bool(shared[name])) for name in names
+    ]
 
 
 def peak_memory(subject: Subject, name: str, steps: int) -> int:
@@ -210,7 +215,7 @@ def _training(
         optimizer.step()
         optimizer.zero_grad()
 
-    return Engine(step, None if comm is None else comm.counters)
+    return Engine(step, comm)
 
 
 def _autocast(subject: Subject, comm: Comm) -> Any:
