@@ -155,6 +155,34 @@ def test_without_the_registration_the_error_names_it() -> None:
         model.encode(*BATCHES[0])
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.tensor(1.0))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_pass_that_begins_at_a_shard_of_a_module_without_a_unit_is_refused() -> None:
+    """A rank without elements of the scalar took what memory held for its gradient."""
+
+    def train(comm: Comm) -> None:
+        part = Scaled()
+        sharded = sw.shard(nn.Sequential(part), comm=comm)
+        sharded.register_forward_method(part, "encode")
+        batch = torch.full((1, 2), 1.0 + comm.rank)
+        losses = part.encode(batch).sum(), part(batch).sum()  # whole by accident
+        losses[0].backward()
+        with pytest.raises(sw.ScheduleError, match=r"'0\.scale' was computed while"):
+            losses[1].backward()
+
+    run_threads(2, train)
+
+
 def test_a_registration_outlasts_relayout_and_ends_with_unshard() -> None:
     model = Autoencoder()
     sharded = sw.shard(model, comm=FakeComm(0, 2))

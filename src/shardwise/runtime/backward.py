@@ -244,15 +244,15 @@ def _arrived(reference: weakref.ref[Backward], param: Tensor) -> None:
     # Taken first: what the shards have when a backward pass begins is set aside.
     if running or not bucket.gradients.was_added_to(index, gradient):
         set_grad(param, None)
-    if not running:
-        backward._begin()
     runtime, facts = backward.runtime, backward.runtime.facts
+    if not running:
+        runtime.expect_late(state, bucket, index)  # not for a shard's shape
+        backward._begin()
     if bucket.state is not State.READY or state.name in facts.reducing:
         runtime.expect_late(state, bucket, index)
     if len(arrivals := bucket.gradients.arrivals) == arrivals.due:
         bucket.gradients.collect_arrivals()
-    is_last = bucket.gradients.collect(index, gradient, not facts.reduces)
-    if is_last and runtime.is_complete(state):
+    if bucket.gradients.collect(index, gradient, not facts.reduces) and runtime.is_complete(state):
         backward.calls.parameters_complete(state.name, state.wholly_trained)
 
 
