@@ -12,7 +12,7 @@ import yaml
 
 from shardwise.cli import main
 from shardwise.cli.models import named_model
-from shardwise.cli.plan import quantity
+from shardwise.cli.plan import quantity, whole_rows
 from shardwise.recipe.read import read_recipe
 from tests.hf.folders import tiny
 from tests.train.tiny import recipe_file
@@ -74,6 +74,29 @@ def test_a_strategy_and_a_micro_batch_narrow_the_search(
     code, _, error = plan(capsys, config, "--gpus", "2xL4", "--strategy", "hybrid_shard")
     assert code == 1
     assert "one host of 2. Plan for more nodes" in " ".join(error.split())
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(30.5, 32), (31.0, 31), (3000.3, 3008), (4.4, 4), (0.9, 1)])
+def test_a_rank_s_rows_are_such_as_split(asked: float, rows: int) -> None:
+    assert whole_rows(asked) == rows
+
+
+def test_a_batch_of_no_whole_rows_is_one_that_splits_and_the_plan_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    few = "--gpus", "2xL4", "--seq", "32", "--strategy", "zero1", "--global-batch"
+    config = str(tiny("llama", tmp_path) / "config.json")
+    _, out, _ = plan(capsys, config, *few, "1Ktok", "--json")  # 15.6 rows
+    report: dict[str, Any] = json.loads(out)
+    assert (report["step_tokens"], report["asked"]) == (1024, 1000)
+    assert report["candidate"]["micro_batch"] > 1
+    _, out, _ = plan(capsys, config, *few, "1Ktok")
+    assert "a step has 1,024 tokens, and not the 1,000 asked for" in out
+    _, out, _ = plan(capsys, config, *few, "960", "--json")  # 15 rows: no power of two but 1
+    report = json.loads(out)
+    assert (report["step_tokens"], report["asked"]) == (960, 960)
+    assert report["candidate"]["micro_batch"] in (3, 5, 15)
+    assert "asked for" not in plan(capsys, config, *few, "960")[1]
 
 
 def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

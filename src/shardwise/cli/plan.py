@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ from shardwise.comm.machine.environment import read_launch
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
 from shardwise.launch.launcher import exit_with_launcher, start
-from shardwise.plan.forecast.ask import ask, candidates_of, devices
+from shardwise.plan.forecast.ask import MOST_ROWS, ask, candidates_of, devices
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.verdict import Verdict
@@ -33,6 +34,7 @@ from shardwise.train.foresight import HERE
 QUANTITY = re.compile(
     r"(\d[\d,_]*\.?\d*) *([kmgbt]?)(?:i?b(?:ytes?)?|tok(?:ens?)?)?", re.IGNORECASE
 )
+NEAR = 0.05  # a rank's rows may be changed by so much, so that they split into micro-batches
 CLOSE = 0.1  # a global batch may be changed by so much, so that ranks have equal parts
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
@@ -70,13 +72,14 @@ class PlanOptions:
         return devices(self.gpus)[0] * self.nodes
 
     def rows(self, subject: Planned) -> int | None:
-        """Rows of a step; from tokens the nearest number that the ranks can share."""
+        """Rows of a step; of tokens that are no whole number for a rank, see ``whole_rows``."""
         if self.global_batch is None:
             return subject.question.rows
-        chosen = subject.chosen.micro_batch if subject.chosen else 1
-        tokens, at_a_time = quantity(self.global_batch), self.ranks * (self.micro_batch or chosen)
+        chosen = subject.chosen.micro_batch if subject.chosen else None
+        micro, tokens = self.micro_batch or chosen, quantity(self.global_batch)
+        at_a_time = self.ranks * (micro or 1)
         of_one = at_a_time * subject.length
-        times = max(1, round(tokens / of_one))
+        times = max(1, round(tokens / of_one)) if micro else whole_rows(tokens / of_one)
         if abs(times * of_one / max(tokens, 1) - 1) > CLOSE:
             raise ConfigError(
                 f"{tokens:,} tokens in a step cannot be shared by {self.ranks:,} ranks in rows of "
@@ -93,6 +96,17 @@ class PlanOptions:
         if rank is None:
             raise ConfigError(f"--lora {self.lora} names no rank. Write --lora r=16.")
         return int(rank[1])
+
+
+def whole_rows(asked: float) -> int:
+    """``30.5 → 32``: the number within ``NEAR`` of it that halves most often; a whole one stays.
+
+    So it splits into many sizes of micro-batches; halves of more than ``MOST_ROWS`` do not count.
+    """
+    near = range(math.ceil(asked * (1 - NEAR)), math.floor(asked * (1 + NEAR)) + 1)
+    if asked.is_integer() or not near:
+        return max(1, round(asked))
+    return max(near, key=lambda rows: (math.gcd(rows, MOST_ROWS), -abs(rows - asked)))
 
 
 def quantity(text: str) -> int:
@@ -175,11 +189,14 @@ def answer(model: str, options: PlanOptions) -> tuple[Planned, Verdict]:
     )
     subject = subject._replace(question=replace(subject.question, rows=options.rows(subject)))
     tokens = None if options.tokens is None else quantity(options.tokens)
+    chosen, among = None, None
     if subject.chosen is not None:
-        return subject, ask(subject.question, _changed(subject.chosen, options), tokens)
-    strategy = options.strategy and placement_of(options.strategy).name
-    among = candidates_of(subject.question, strategy, options.micro_batch)
-    return subject, ask(subject.question, None, tokens, among)
+        chosen = _changed(subject.chosen, options)
+    else:
+        strategy = options.strategy and placement_of(options.strategy).name
+        among = candidates_of(subject.question, strategy, options.micro_batch)
+    asked = None if options.global_batch is None else quantity(options.global_batch)
+    return subject, replace(ask(subject.question, chosen, tokens, among), asked=asked)
 
 
 def _changed(chosen: Candidate, options: PlanOptions) -> Candidate:

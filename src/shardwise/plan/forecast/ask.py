@@ -145,7 +145,7 @@ def candidates_of(
     rows = [2**n for n in range(MOST_ROWS.bit_length())] if micro_batch is None else [micro_batch]
     if question.rows is not None and micro_batch is None:
         of_a_rank = question.rows / question.ranks
-        rows = [n for n in rows if of_a_rank % n == 0] or [1]
+        rows = [n for n in range(1, MOST_ROWS + 1) if of_a_rank % n == 0] or [1]
     question.check(Candidate("full_shard", rows[0]))
     others = [wire for wire in WIRES if getattr(torch, wire) is not question.dtypes.reduce]
     wires = None, *(others if question.ranks > 1 else ())

@@ -50,6 +50,7 @@ class Verdict:
         searched: how many candidates were estimated.
         tokens: of the whole run, where they are known; rows of a model that has no tokens.
         recipe: the keys of a recipe that set ``best``.
+        asked: tokens of a step over all ranks that were asked for; ``None``: no number was.
     """
 
     best: Forecast
@@ -64,6 +65,13 @@ class Verdict:
     searched: int = 0
     tokens: int | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    asked: int | None = None
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        time = self.best.time
+        return time.work.tokens * sum(times for _, times in time.micro_batches) * self.ranks
 
     @property
     def peak(self) -> int:
@@ -138,6 +146,9 @@ class Verdict:
         """The verdict, and what it rests on."""
         yield self.first_line
         yield f"with {self.best.candidate}"
+        if self.asked is not None and self.asked != self.step_tokens:
+            counted = self.best.time.work.counted
+            yield f"a step has {self.step_tokens:,} {counted}, and not the {self.asked:,} asked for"
         yield ""
         yield from self._memory()
         yield ""
@@ -160,6 +171,8 @@ class Verdict:
             "reserved": self.reserved,
             "errors": self.errors._asdict(),
             "days": self.days,
+            "step_tokens": self.step_tokens,
+            "asked": self.asked,
             **self._record(self.best),
             "others": [*map(self._record, self.others)],
             "rounded": [*map(self._record, self.rounded)],
