@@ -57,4 +57,8 @@ def test_what_a_gradient_and_a_unit_take_in_the_engine_is_what_it_adds() -> None
         seconds[f"engine {layers}"] = seconds[f"plain {layers}"] + added
     seconds["units"] = seconds[f"engine {few}"] + (few - 1) * (unit + latency)
     expected = {"step": step, "unit": unit, "parameter": parameter}
-    assert calibration._engine(seconds, latency) == pytest.approx(expected)
+    assert calibration._engine(seconds, latency, 1e-5) == pytest.approx(expected)
+    measured = unit + latency
+    assert calibration._engine(seconds, 2 * measured, 1e-5)["unit"] == pytest.approx(measured / 5)
+    seconds["units"] = seconds[f"engine {few}"] / 2  # noise: it took less
+    assert calibration._engine(seconds, latency, 1e-5)["unit"] == 2e-5

@@ -76,7 +76,7 @@ def calibrate(comm: Comm, name: str) -> str:
         "source": "measured here",
     }
     entry |= attention | {"attention": attention["attention"] / rate}
-    entry |= _engine(seconds, 2 * peers * link["latency"]) | process
+    entry |= _engine(seconds, 2 * peers * link["latency"], kernel) | process
     links = link | {"source": "measured here"}
     return f"{_table('accelerators', name, entry)}\n{_table('links', between, links)}"
 
@@ -262,13 +262,18 @@ def _link(seconds: Mapping[str, float], others: int) -> dict[str, float]:
     }
 
 
-def _engine(seconds: Mapping[str, float], latency: float) -> dict[str, float]:
-    """Seconds of the host that the engine takes; ``latency``: of a unit's gather and reduce."""
+def _engine(seconds: Mapping[str, float], latency: float, kernel: float) -> dict[str, float]:
+    """Seconds of the host that the engine takes.
+
+    Args:
+        latency: of a unit's gather and reduce, which may hide behind what the host does meanwhile.
+        kernel: to start one; the two calls of a unit start one each at least.
+    """
     few, many = LAYERS
     added = {n: seconds[f"engine {n}"] - seconds[f"plain {n}"] for n in LAYERS}
     parameter = max(0.0, (added[many] - added[few]) / (many - few) / PARAMETERS)
     units = seconds["units"] - seconds[f"engine {few}"]  # one for each block, and not one for all
-    unit = max(0.0, units / (few - 1) - latency)
+    unit = max(units / (few - 1) - latency, units / (few - 1) / 5, 2 * kernel)
     step = max(0.0, added[few] - few * PARAMETERS * parameter - unit - latency)
     return {"step": step, "unit": unit, "parameter": parameter}
 
