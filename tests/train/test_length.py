@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from shardwise.cli.watch import phase
 from shardwise.recipe.recipe import Recipe
+from shardwise.report.facts import results
+from shardwise.report.run import read_run
 from shardwise.train.length import in_steps, is_multiple, notes, times_due
 from shardwise.train.records import Built, Complete, Evaluated, Prepared, Saved, Stepped, Warned
 from shardwise.train.validation import Validation
@@ -134,6 +137,10 @@ def test_a_run_whose_validations_do_not_improve_ends_and_stays_ended(
     assert "2.0000, is 2 validations ago (run.patience), so the run ends at step 4 of 9" in (
         warned.message
     )
+    early_end = "finished early: the lowest validation loss, 2.0000, is 2 validations ago"
+    logged = read_run(Path(patient.run.folder))
+    assert phase(logged, is_running=False, now=0.0).startswith(early_end)
+    assert dict(results([logged]))["ended"].startswith(early_end)
     before = losses(patient)
     assert watched.run(patient, world=2).step == 4
     assert losses(patient) == before

@@ -97,7 +97,8 @@ def phase(run: Run, is_running: bool, now: float) -> str:
         return "preparing data" if is_running else "not running, and nothing is recorded"
     last = run.lines[-1]
     if last["record"] in ("finished", "stopped", "complete"):
-        return PHASES[last["record"]]
+        is_early = last["record"] != "stopped" and run.why_early
+        return f"finished early: {run.why_early}" if is_early else PHASES[last["record"]]
     if not is_running:
         return (
             "not running, and not finished: it was killed, or crashed; the same command resumes it"

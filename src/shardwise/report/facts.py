@@ -30,7 +30,8 @@ def _shown(value: Callable[[Run], str], run: Run) -> str:
 def _ending(run: Run) -> str:
     kinds = [line["record"] for line in run.lines]
     ends = {"finished": "finished", "stopped": "stopped on request", "resumed": NOT_FINISHED}
-    return next((ends[kind] for kind in reversed(kinds) if kind in ends), NOT_FINISHED)
+    ending = next((ends[kind] for kind in reversed(kinds) if kind in ends), NOT_FINISHED)
+    return f"finished early: {run.why_early}" if ending == "finished" and run.why_early else ending
 
 
 def _both(run: Run, term: str, form: Callable[[Any], str]) -> str:

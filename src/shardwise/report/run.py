@@ -63,6 +63,14 @@ class Run:
         """Return the last line of that kind; an empty one if there is none."""
         return next((line for line in reversed(self.lines) if line["record"] == kind), {})
 
+    @property
+    def why_early(self) -> str:
+        """The warning by which a run has ended before its last step; ``""``: none has."""
+        step = self.last("stepped")
+        ends = f"step {step.get('step')} of {step.get('steps')}"
+        whys = (line["message"] for line in self.of("warned") if ends in line["message"])
+        return next(whys, "").rstrip(".")
+
 
 def read_run(path: Path) -> Run:
     """Read the files of the run in ``path``.
