@@ -12,10 +12,19 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.holdings import Kind
+from shardwise.plan.forecast.machine import known
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import foresight
 from shardwise.train.comparison import Compared
-from shardwise.train.foresight import USUAL, Foresight, compared, machine_here, seconds_of
+from shardwise.train.foresight import (
+    USUAL,
+    Foresight,
+    Here,
+    compared,
+    machine_here,
+    refusal,
+    seconds_of,
+)
 from shardwise.train.records import Warned
 from shardwise.train.requests import Request, SignalRequests
 from shardwise.train.validation import Validation
@@ -131,6 +140,20 @@ def test_what_cannot_fit_is_refused_unless_it_is_forced(watched: Watched, tmp_pa
     assert not Path(recipe.run.folder).exists() or not list(Path(recipe.run.folder).glob("*.yaml"))
     watched.run(recipe, world=1, foresight=Foresight(force=True))
     assert any("--force" in warned.message for warned in watched.kind(Warned))
+
+
+def test_what_cannot_fit_in_host_memory_is_refused_on_accelerators(
+    watched: Watched, tmp_path: Path
+) -> None:
+    plan, *_ = given_to_compare(watched, tiny_recipe(tmp_path, *SHORT, "batch.micro=6"))
+    l4 = replace(plan, here=Here(known().machine("L4", 8), timed=True), ranks=16)
+    moments = tuple(replace(moment, in_host=2**30) for moment in plan.memory.moments)
+    offloaded = replace(l4, memory=replace(plan.memory, moments=moments))
+    assert refusal(offloaded, 24e9, 8 * 2**30) == ""
+    said = refusal(offloaded, 24e9, 8 * 2**30 - 1)
+    assert "take 8.0 GiB, 1.0 GiB on each of 8 ranks, in host memory, and this host has 8.0" in said
+    assert "and this cuda has" in refusal(offloaded, 1e6, 0)
+    assert refusal(l4, 24e9, 0) == ""  # nothing is offloaded
 
 
 def test_a_model_that_cannot_run_without_values_trains_without_a_plan(

@@ -29,7 +29,7 @@ from shardwise.plan.schedule.events import Event, Op, Phase
 from shardwise.train.comparison import Compared
 from shardwise.train.data import Data
 from shardwise.train.job import Job
-from shardwise.train.memory_estimate import memory_of
+from shardwise.train.memory_estimate import machine_memory, memory_of
 from shardwise.train.question import chosen_by, model_of, question_of, with_loss_in_head
 from shardwise.train.records import Warned
 from shardwise.train.run_logger import RunLogger
@@ -211,22 +211,28 @@ def plan_of(job: Job, vocabulary: int, options: Foresight, memory: float) -> Run
     return RunPlan(most, time, whole, engine, times, comm.size, here)
 
 
-def refusal(plan: RunPlan, memory: float) -> str:
-    """The sentence by which a run is refused that cannot fit in ``memory`` bytes; ``""``: it can.
+def refusal(plan: RunPlan, memory: float, host_memory: float) -> str:
+    """The sentence by which a run is refused that cannot fit in so many bytes; ``""``: it can.
 
-    On a CPU all ranks of a host share them.
+    Args:
+        memory: of the device; on a CPU all ranks of a host share them.
+        host_memory: of the host, which all of its ranks share.
     """
-    machine, peak = plan.here.machine, plan.peak
-    ranks = min(machine.per_host, plan.ranks) if plan.on_cpu else 1
-    needed = ranks * (peak + machine.accelerator.reserved)
-    if needed <= memory:
-        return ""
-    of = f"{size(peak)} on each of {ranks:,} ranks" if ranks > 1 else "at its peak"
+    machine, of_host = plan.here.machine, min(plan.here.machine.per_host, plan.ranks)
     kind, nbytes = next(iter(plan.memory.by_kind.items()))
+    device, reserved = machine.accelerator.device, machine.accelerator.reserved
+    where, had = f"of which {kind} are {size(nbytes)}, and this {device}", memory
+    ranks, each = of_host if plan.on_cpu else 1, plan.peak + reserved
+    if not plan.on_cpu and each <= memory:
+        where, had = "in host memory, and this host", host_memory
+        ranks, each, reserved = of_host, plan.memory.in_host, 0
+    if ranks * each <= had:
+        return ""
+    of = f"{size(each - reserved)} on each of {ranks:,} ranks" if ranks > 1 else "at its peak"
     return (
-        f"a step is planned to take {size(needed)}, {of}, of which {kind} are {size(nbytes)}, and "
-        f"this {machine.accelerator.device} has {size(int(memory))}, so it would be killed. "
-        "`shardwise plan` with this recipe names what makes it fit; --force trains all the same."
+        f"a step is planned to take {size(ranks * each)}, {of}, {where} has {size(int(had))}, so "
+        "it would be killed. `shardwise plan` with this recipe names what makes it fit; --force "
+        "trains all the same."
     )
 
 
@@ -242,7 +248,7 @@ def planned(job: Job, data: Data, logger: RunLogger, options: Foresight) -> RunP
         try:
             with logger.busy("planning the run"):
                 plan = plan_of(job, data.tokenizer.get_vocab_size(), options, memory)
-            sentence = refusal(plan, memory)
+            sentence = refusal(plan, memory, machine_memory(pinned=True))
         except Exception as error:  # noqa: BLE001 - what a model's own code raises without values
             logger.log(Warned(f"the run has no plan: {error}"))
     sentence = broadcast_object(comm, sentence, "plan")
