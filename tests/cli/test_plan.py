@@ -76,7 +76,9 @@ def test_a_strategy_and_a_micro_batch_narrow_the_search(
     assert "one host of 2. Plan for more nodes" in " ".join(error.split())
 
 
-@pytest.mark.parametrize(("asked", "rows"), [(30.5, 32), (31.0, 31), (3000.3, 3008), (4.4, 4), (0.9, 1)])
+@pytest.mark.parametrize(
+    ("asked", "rows"), [(30.5, 32), (31.0, 31), (3000.3, 3008), (4.4, 4), (0.9, 1)]
+)
 def test_a_rank_s_rows_are_such_as_split(asked: float, rows: int) -> None:
     assert whole_rows(asked) == rows
 
