@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.comm.grid import Grid, Shape
@@ -31,11 +33,21 @@ def test_the_bandwidth_of_a_ring_is_that_of_its_slowest_link(
 
 
 def test_a_ring_between_hosts_takes_less_of_the_device_than_one_inside() -> None:
-    assert Ring(MACHINE, 8).strain == 1
-    assert Ring(MACHINE, 16).strain == 0.5 + 0.5 * 0.4
+    much = 10**6 * GB  # so that hops take no time
+    assert Ring(MACHINE, 8).strain(much) == pytest.approx(1)
+    assert Ring(MACHINE, 16).strain(much) == pytest.approx(0.5 + 0.5 * 0.4)
     network = Network.of(MACHINE, Grid.of(0, 32, splits=True, shape=Shape(4, 8)))
-    strains = {op: network.strain(op) for op in (Op.GATHER, Op.REDUCE, Op.AVERAGE, Op.LOAD)}
-    assert [*strains.values()] == [1, 1, 0.5 + 0.5 * 0.05, 1]
+    unit = UnitBytes(0, 0, reduce_sent=much, gather_sent=much, average_sent=much)
+    strains = [network.strain(op, unit) for op in (Op.GATHER, Op.REDUCE, Op.AVERAGE, Op.LOAD)]
+    assert strains == pytest.approx([1, 1, 0.5 + 0.5 * 0.05, 1])
+
+
+def test_a_faster_link_takes_no_more_from_computing() -> None:
+    links = [replace(SLOW, bandwidth=rate) for rate in (1e9, 1e10, 4e10, 1e11)]
+    for sent in (1e3, 1e6, 1e9):
+        rings = [Ring(replace(MACHINE, between=link), 16) for link in links]
+        taken = [ring.seconds(sent) * ring.strain(sent) for ring in rings]
+        assert taken == sorted(taken, reverse=True)
 
 
 def test_bytes_take_time_and_so_do_ranks_and_hosts() -> None:

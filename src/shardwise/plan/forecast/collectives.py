@@ -13,6 +13,8 @@ from shardwise.comm.grid import Grid
 from shardwise.plan.forecast.machine import Machine
 from shardwise.plan.schedule.events import Op, UnitBytes
 
+CORES = 0.5  # of what a collective inside a host takes from computing, the part that is cores
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -47,13 +49,15 @@ class Ring:
         alone = self.stride >= self.machine.per_host  # no two of its ranks are in one host
         return between / rings if alone else min(inside, between / rings)
 
-    @property
-    def strain(self) -> float:
-        """Return what it takes from computing, beside a ring inside a host.
+    def strain(self, sent: float, rounds: int = 1) -> float:
+        """Return what it takes from computing, beside a ring that is bound by the host's own link.
 
-        Cores, for as long as it lasts, and memory, by the bytes that it moves: in equal parts.
+        Cores, for as long as it lasts, and memory, by the bytes that it moves: in equal parts. So a
+        faster link takes no more than a slower one. Arguments are those of ``seconds``.
         """
-        return 0.5 + 0.5 * min(1.0, self.bandwidth / self.machine.inside.bandwidth)
+        seconds = self.seconds(sent, rounds)
+        moved = sent / seconds if seconds else 0.0
+        return CORES + (1 - CORES) * min(1.0, moved / self.machine.inside.bandwidth)
 
     def seconds(self, sent: float, rounds: int = 1) -> float:
         """Time of a collective in which each rank sends so many bytes.
@@ -90,18 +94,22 @@ class Network:
         ring = self._ring(op)
         if ring is None:
             return (unit.loaded if op is Op.LOAD else unit.stored) / self.host
-        if op is Op.GATHER:
-            return ring.seconds(unit.gather_sent - unit.kept_sent)
-        if op is Op.UPDATE:
-            return ring.seconds(unit.update_sent)
-        sent = unit.reduce_sent if op is Op.REDUCE else unit.average_sent
-        averages = ring is self.replicate and bool(unit.spread)
-        return ring.seconds(sent, rounds=1 + averages)
+        return ring.seconds(*self._sent(op, unit))
 
-    def strain(self, op: Op) -> float:
+    def strain(self, op: Op, unit: UnitBytes) -> float:
         """Return its ring's; 1 on the way to a host's memory."""
         ring = self._ring(op)
-        return ring.strain if ring is not None else 1.0
+        return ring.strain(*self._sent(op, unit)) if ring is not None else 1.0
+
+    def _sent(self, op: Op, unit: UnitBytes) -> tuple[float, int]:
+        """Bytes that each rank sends in a collective, and its rounds."""
+        if op is Op.GATHER:
+            return unit.gather_sent - unit.kept_sent, 1
+        if op is Op.UPDATE:
+            return unit.update_sent, 1
+        sent = unit.reduce_sent if op is Op.REDUCE else unit.average_sent
+        averages = self._ring(op) is self.replicate and bool(unit.spread)
+        return sent, 1 + averages
 
     def _ring(self, op: Op) -> Ring | None:
         """That of a collective."""

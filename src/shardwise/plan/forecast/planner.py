@@ -31,7 +31,7 @@ from shardwise.config.strategies import placement_of
 from shardwise.plan.blueprint import Blueprint, draw_on, units_of
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
-from shardwise.plan.forecast.collectives import Ring
+from shardwise.plan.forecast.collectives import CORES
 from shardwise.plan.forecast.machine import Accelerator, Machine, known
 from shardwise.plan.forecast.memory import MemoryForecast
 from shardwise.plan.forecast.moments import EngineMoments, activations
@@ -97,9 +97,7 @@ class Planner:
         self._made: dict[Hashable, Any] = {}
         machine = question.machine
         rates = Rates(machine.accelerator, question.kernels, known().constants)
-        across = Ring(machine, 2, machine.per_host)  # hosts, with all rings of one
-        least = across.strain if question.ranks > machine.per_host else 1.0
-        self._contention = rates.contention * least
+        self._contention = rates.contention * CORES  # at least
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """The whole model, exactly. Raises ``ConfigError``: its rows cannot be split so."""

@@ -131,7 +131,9 @@ def walk(
             lanes.wait(Op.REDUCE, unit)
         if op in LINK:
             if unit in nbytes:
-                lanes.send(event, network.seconds(op, nbytes[unit]), network.strain(op))
+                lanes.send(
+                    event, network.seconds(op, nbytes[unit]), network.strain(op, nbytes[unit])
+                )
         elif op is Op.SETTLE:
             lanes.wait(Op.REDUCE, unit)
             lanes.wait(Op.AVERAGE, unit)
