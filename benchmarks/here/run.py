@@ -35,7 +35,8 @@ PEAK_NOTES = """
 start      proportional set size of a rank before the model is there, its libraries loaded; mean
 tensors    what lives at once at most, by the forecast
 forecast   start, and what a process comes to hold: the engine's pages, and blocks of the C library
-peak       proportional set size of a rank at most in its first three steps, by the kernel; mean
+peak       proportional set size of a rank at most in its first three steps, by the kernel; mean of
+           the ranks, and of three runs in new processes the one between; least–most of the three
 """.strip().splitlines()
 WANTED = 5  # per cent
 
