@@ -206,6 +206,35 @@ def test_parameters_are_counted_alike_however_many_bits_they_have(
         assert rule.startswith("  take no_shard: 39,712 parameters are below 1 B ")
 
 
+def test_what_does_not_fit_has_fixes_that_were_computed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    few = machine_of(tmp_path, memory=500_000, host_memory=0)
+    folder, one = str(tiny("llama", tmp_path)), ("--seq", "32", "--micro-batch", "1")
+    asked = (folder, "--machines", str(few), "--gpus", "1xfew", *one)
+    code, out, _ = plan(capsys, *asked)
+    assert code == 2
+    fixes = out.partition("one thing at a time:")[2]
+    report = json.loads(plan(capsys, *asked, "--json")[1])
+    named = {fix["change"]: fix["fits"] for fix in report["fixes"]}
+    assert {"--lora r=16", "--lora r=16 --quantize nf4"} <= named.keys()
+    assert list(named.values()) == sorted(named.values(), reverse=True)
+    for change, fits in named.items():
+        assert change in fixes
+        if change.startswith("--") and fits:
+            assert plan(capsys, *asked, *change.split())[0] == 0
+    assert named["--lora r=16"]
+
+
+def machine_of(folder: Path, **numbers: float) -> Path:
+    entry = {"bf16": 1e12, "fp32": 1e12, "products": 1, "attention": 0.5, "bandwidth": 1e11}
+    names = {"inside": "NVLink 4", "between": "NDR InfiniBand", "source": "none"}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {**entry, **names, **numbers}.items()]
+    file = folder / "few.toml"
+    file.write_text("\n".join(["[accelerators.few]", "reserved = 0", *lines]))
+    return file
+
+
 def test_what_is_written_trains_as_it_was_chosen(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

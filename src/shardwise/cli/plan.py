@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,9 @@ from shardwise.errors import ConfigError
 from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.plan.forecast.ask import MOST_ROWS, ask, candidates_of, devices
 from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.fixes import Series, shorter
 from shardwise.plan.forecast.machine import Machine, known
+from shardwise.plan.forecast.question import Question
 from shardwise.plan.forecast.verdict import Verdict
 from shardwise.recipe.read import set_key
 from shardwise.recipe.shipped import check_suffix
@@ -35,6 +38,7 @@ QUANTITY = re.compile(
     r"(\d[\d,_]*\.?\d*) *([kmgbt]?)(?:i?b(?:ytes?)?|tok(?:ens?)?)?", re.IGNORECASE
 )
 NEAR = 0.05  # a rank's rows may be changed by so much, so that they split into micro-batches
+RANK = 16  # of adapters, where they are a fix
 CLOSE = 0.1  # a global batch may be changed by so much, so that ranks have equal parts
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
@@ -196,7 +200,29 @@ def answer(model: str, options: PlanOptions) -> tuple[Planned, Verdict]:
         strategy = options.strategy and placement_of(options.strategy).name
         among = candidates_of(subject.question, strategy, options.micro_batch)
     asked = None if options.global_batch is None else quantity(options.global_batch)
-    return subject, replace(ask(subject.question, chosen, tokens, among), asked=asked)
+    verdict = ask(subject.question, chosen, tokens, among, _further(model, subject, options))
+    return subject, replace(verdict, asked=asked)
+
+
+def _further(model: str, subject: Planned, options: PlanOptions) -> Iterator[Series]:
+    """Shorter rows, and adapters, where a model of transformers is trained whole or in 16 bits."""
+    if subject.recipe is None:
+        return
+    yield shorter(subject.question, subject.length)
+    if subject.chosen is not None or options.quantize:
+        return
+
+    def adapted(quantize: str | None) -> Question:
+        given = options.machine(), options.ranks
+        lora = options.rank_of_lora or RANK
+        of = planned(model, *given, length=subject.length, lora=lora, quantize=quantize)
+        return replace(of.question, rows=subject.question.rows)
+
+    lora = f"--lora r={RANK}"
+    if options.lora is None:
+        yield [(lora, lambda: adapted(None))]
+    nf4 = "--quantize nf4" if options.lora else f"{lora} --quantize nf4"
+    yield [(nf4, lambda: adapted("nf4"))]
 
 
 def _changed(chosen: Candidate, options: PlanOptions) -> Candidate:

@@ -15,6 +15,7 @@ from shardwise.config.strategies import STRATEGIES, placement_of
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.ask import ask, candidates_of, devices
 from shardwise.plan.forecast.candidate import OFFLOADS, Candidate, candidates, savings
+from shardwise.plan.forecast.fixes import shorter
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Planner
 from shardwise.plan.forecast.question import Question
@@ -178,6 +179,36 @@ def test_where_nothing_fits_the_smallest_is_judged() -> None:
     verdict = ask(on_a_device_of(1000.0), among=among)
     assert verdict.says == "does not fit"
     assert verdict.best.candidate == among[1]
+
+
+def test_the_least_number_of_ranks_that_fits_is_a_fix() -> None:
+    among = [Candidate("full_shard", 1, recompute=1, offload=each) for each in OFFLOADS]
+    base = on_a_device_of(1e12)
+    twelve = Planner(replace(base, ranks=24)).forecast(among[0]).memory.peak
+    tight = on_a_device_of(twelve * (1 + known().errors["memory"].middle) * 1.001)
+    accelerator = replace(tight.machine.accelerator, host_memory=0.0)  # nothing can be offloaded
+    tight = replace(tight, machine=replace(tight.machine, accelerator=accelerator))
+    fixes = {fix.change: fix.fits for fix in ask(tight, among=among[:1]).fixes}
+    assert fixes["24 ranks, 8 a host"]
+    assert not any(fix.fits for fix in ask(on_a_device_of(1.0), among=among).fixes)
+
+
+def test_rows_are_as_long_as_fits_and_a_model_that_cannot_be_so_is_no_fix() -> None:
+    def refused() -> Question:
+        raise ConfigError("it takes no adapter")
+
+    chosen, base = Candidate("no_shard", 4), on_a_device_of(1e12)
+    series = shorter(base, 32)
+    third = Planner(series[3][1]()).forecast(chosen).memory.peak
+    tight = on_a_device_of(third * (1 + known().errors["memory"].middle) * 1.001)
+    further = [shorter(tight, 32), [("adapters", refused)], []]
+    fixes = ask(tight, chosen, among=[Candidate("full_shard", 1)], further=further).fixes
+    assert [fix.change for fix in fixes if fix.fits and "--seq" in fix.change] == [series[3][0]]
+    assert "adapters" not in {fix.change for fix in fixes}
+    fits = [fix.fits for fix in fixes]
+    assert fits == sorted(fits, reverse=True)
+    times = [fix.time for fix in fixes if fix.fits]
+    assert times == sorted(times)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -16,13 +16,14 @@ from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 from shardwise.plan.forecast.advice import Advice, Situation, advise
-from shardwise.plan.forecast.candidate import WIRES, Candidate, candidates, savings
+from shardwise.plan.forecast.candidate import WIRES, Candidate, candidates
+from shardwise.plan.forecast.fixes import Fixes, Series
 from shardwise.plan.forecast.machine import Link, known
 from shardwise.plan.forecast.observe import Loss, loss_of
 from shardwise.plan.forecast.planner import Forecast, Peak, Planner
 from shardwise.plan.forecast.question import Inputs, Question
 from shardwise.plan.forecast.search import fastest, smallest
-from shardwise.plan.forecast.verdict import Errors, Fix, Verdict
+from shardwise.plan.forecast.verdict import Errors, Verdict
 from shardwise.plan.units.wrap import Wrap
 
 MOST_ROWS = 64  # of a micro-batch that is looked for
@@ -95,6 +96,7 @@ def ask(
     chosen: Candidate | None = None,
     tokens: int | None = None,
     among: Iterable[Candidate] | None = None,
+    further: Iterable[Series] = (),
 ) -> Verdict:
     """Answer ``question``.
 
@@ -103,6 +105,7 @@ def ask(
             takes least memory.
         tokens: of the whole run.
         among: candidates to search; ``None``: all that are worth it.
+        further: changes to try where it does not fit, besides more ranks and other candidates.
 
     Raises:
         ConfigError: the rows of a step cannot be split among the ranks, or a strategy has no mesh.
@@ -126,9 +129,10 @@ def ask(
         tokens=tokens,
         recipe=planner.recipe(best.candidate),
     )
-    return (
-        verdict if verdict.says == "fits" else replace(verdict, fixes=search.fixes(planner, best))
-    )
+    if verdict.says == "fits":
+        return verdict
+    fixes = Fixes(planner, best, search.errors.memory, searched=chosen is None)
+    return replace(verdict, fixes=fixes.ranked(further))
 
 
 def candidates_of(
@@ -221,31 +225,6 @@ class _Search:
             return wires
         narrow = planner.forecast(replace(best.candidate, computes="bfloat16"))
         return sorted([*wires, narrow] if self._fits(narrow) else wires, key=_rate, reverse=True)
-
-    def fixes(self, planner: Planner, best: Forecast) -> list[Fix]:
-        """Single changes that save memory: those after which it fits, the fastest first."""
-        changed = {
-            change: planner.forecast(other) for change, other in self._changes(best.candidate)
-        }
-        if more := self._on_more_ranks(best.candidate):
-            changed["twice as many ranks"] = more
-        fixes = [
-            Fix(name, self._held(f), self._beside(f), _rate(best) / _rate(f), self._fits(f))
-            for name, f in changed.items()
-            if self._filled(f) < self._filled(best)
-        ]
-        return sorted(fixes, key=lambda fix: (not fix.fits, fix.time if fix.fits else fix.peak))
-
-    def _changes(self, chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
-        yield from savings(chosen)
-        if self.question.dtypes.param is torch.float32:
-            yield "compute in bfloat16", replace(chosen, computes="bfloat16")
-
-    def _on_more_ranks(self, chosen: Candidate) -> Forecast | None:
-        question, ranks = self.question, 2 * self.question.ranks
-        if chosen.mesh or (question.rows and question.rows % (ranks * chosen.micro_batch)):
-            return None
-        return Planner(replace(question, ranks=ranks)).forecast(chosen)
 
     def best(
         self, planner: Planner, others: Sequence[Forecast], every: Sequence[Candidate]

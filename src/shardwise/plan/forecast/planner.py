@@ -15,7 +15,7 @@ is estimated from two models of few blocks, by the line through both:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -47,6 +47,8 @@ from shardwise.plan.units.units import Units
 from shardwise.plan.units.wrap import automatic
 
 R = TypeVar("R")
+OF_MODEL = {"model", "bytes", "units", "units of", "stack"}  # on any number of ranks
+OBSERVED = {"observed", "work"}  # of as long rows, too
 
 
 class Forecast(NamedTuple):
@@ -94,10 +96,18 @@ class Planner:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self._made: dict[Hashable, Any] = {}
+        self._made: dict[tuple[Any, ...], Any] = {}
         machine = question.machine
         rates = Rates(machine.accelerator, question.kernels, known().constants)
         self._contention = rates.contention * CORES  # at least
+
+    def about(self, question: Question) -> Planner:
+        """Return a planner for another question about the model, also with adapters."""
+        other, own, same = Planner(question), self.question, {"alike"}
+        if question.model is own.model:
+            same |= OF_MODEL | (OBSERVED if question.inputs is own.inputs else set())
+        other._made = {k: v for k, v in self._made.items() if k[0] in same}
+        return other
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """The whole model, exactly. Raises ``ConfigError``: its rows cannot be split so."""
@@ -215,7 +225,7 @@ class Planner:
 
     # ---- what candidates share -----------------------------------------------------------------
 
-    def _once(self, key: Hashable, make: Callable[[], R]) -> R:
+    def _once(self, key: tuple[Any, ...], make: Callable[[], R]) -> R:
         if key not in self._made:
             self._made[key] = make()
         return cast("R", self._made[key])
@@ -237,7 +247,7 @@ class Planner:
             return None
         if not {*range(stack.depth)} <= {stack.number_of(unit.name) for unit in units}:
             return None
-        return stack if self._once("alike", lambda: self._is_alike(candidate, stack)) else None
+        return stack if self._once(("alike",), lambda: self._is_alike(candidate, stack)) else None
 
     def _is_alike(self, candidate: Candidate, stack: Stack) -> bool:
         """Is a step of few blocks, repeated, that of all? A model may compute between them.
