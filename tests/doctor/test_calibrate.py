@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise.doctor import calibrate as calibration
 from shardwise.doctor.calibrate import calibrate
@@ -37,8 +39,16 @@ def test_what_is_measured_is_an_entry_of_a_table(
     assert all(0 <= seconds < 1 for seconds in engine)
     assert 5e7 < accelerator.reserved < 5e9  # Python and torch; this process has run other tests
     assert accelerator.kept == calibration.KEPT
+    assert accelerator.host_memory == 0  # a CPU's own memory is the host's
     assert 0 <= accelerator.recomputing < 5e8  # of torch's compiler, unless it was there
     assert 1e6 < machine.inside.bandwidth < 1e12
+
+
+def test_beside_an_accelerator_is_this_host_s_memory() -> None:
+    """Without it a row has the 1 TB of a usual host, and what is offloaded seems to fit."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert calibration._beside(torch.device("cuda")) == pages
+    assert calibration._beside(torch.device("cpu")) == 0
 
 
 def test_an_edge_is_what_makes_small_sizes_take_longer() -> None:

@@ -63,6 +63,7 @@ def calibrate(comm: Comm, name: str) -> str:
         "products": 1.0,
         "best": 1.0,
         "memory": _memory(comm),
+        "host_memory": _beside(device),
         "bandwidth": bandwidth / known().constants.bandwidth,
         "kernel": kernel,
         "waits": waits,
@@ -266,7 +267,8 @@ def _engine(seconds: Mapping[str, float], latency: float, kernel: float) -> dict
     """Seconds of the host that the engine takes.
 
     Args:
-        latency: of a unit's gather and reduce, which may hide behind what the host does meanwhile.
+        latency: of a unit's gather and reduce. It may hide behind what the host does meanwhile, so
+            no more than four fifths of a unit's time are taken for it.
         kernel: to start one; the two calls of a unit start one each at least.
     """
     few, many = LAYERS
@@ -280,8 +282,17 @@ def _engine(seconds: Mapping[str, float], latency: float, kernel: float) -> dict
 
 def _memory(comm: Comm) -> float:
     if comm.device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / comm.size
+        return _ram() / comm.size
     return float(torch.accelerator.get_memory_info(comm.device)[1])
+
+
+def _beside(device: torch.device) -> float:
+    """Bytes of host memory beside the devices; beside a CPU there is none."""
+    return 0.0 if device.type == "cpu" else _ram()
+
+
+def _ram() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _process() -> dict[str, object]:
@@ -289,7 +300,7 @@ def _process() -> dict[str, object]:
     held, x = proportional_bytes(), torch.ones(1, requires_grad=True)
     checkpoint(torch.sin, x, use_reentrant=False).sum().backward()  # torch imports its compiler
     recomputing = max(0, proportional_bytes() - held)
-    return {"reserved": held, "recomputing": recomputing, "kept": KEPT, "host_memory": 0.0}
+    return {"reserved": held, "recomputing": recomputing, "kept": KEPT}
 
 
 def proportional_bytes() -> int:
