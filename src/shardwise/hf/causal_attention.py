@@ -13,7 +13,7 @@ NAME = "causal_by_the_kernel"
 
 def make_causal(model: Any) -> None:
     """Make the attention of a model of ``transformers`` need no mask; on the meta device only."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(*args: Any, **kwargs: Any) -> Any:
@@ -28,9 +28,5 @@ def make_causal(model: Any) -> None:
         looks_up = getattr(module, "_supports_attention_backend", False)
         if looks_up or getattr(config, "_attn_implementation", "sdpa") != "sdpa":
             config._attn_implementation = NAME  # the setter looks whether a kernel is installed
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it looks at values, to warn
-            module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
-
-
-def _warn_of_nothing(*_: Any) -> None:
-    pass
+        if isinstance(module, PreTrainedModel):  # a warning that looks at values
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None  # type: ignore[method-assign]

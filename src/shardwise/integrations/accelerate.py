@@ -153,12 +153,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "accelerator.get_state_dict(model), which every rank calls."
             )
         with self._without_models() as models:
-            # before accelerate removes or replaces earlier files
-            for sharded in (sharded for sharded, optimizers in models if optimizers):
-                sharded.runtime.check_reduced(
-                    "and save_state() does not store gradients, so nothing was saved. Call it after"
-                    " the last micro-batch of the step"
-                )
+            for sharded, optimizers in models:
+                if optimizers:  # before accelerate removes or replaces earlier files
+                    sharded.runtime.check_reduced(
+                        "and save_state() does not store gradients, so nothing was saved. Call it "
+                        "after the last micro-batch of the step"
+                    )
             folder: str = super().save_state(output_dir, **options)
         for number, (sharded, optimizers) in enumerate(models):
             sharded.save(Path(folder) / f"model-{number}", optimizers)
