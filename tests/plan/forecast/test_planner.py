@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.prefetch import Prefetch
+from shardwise.errors import ConfigError
 from shardwise.plan.forecast import observe, repeated
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import known
-from shardwise.plan.forecast.planner import Planner
+from shardwise.plan.forecast.planner import Forecast, Planner
 from shardwise.plan.forecast.question import Inputs, Question
 from shardwise.plan.forecast.work import StepWork
 from shardwise.plan.units.wrap import Wrap, automatic, whole
-from tests.plan.forecast.test_repeated import decoder
+from tests.plan.forecast.test_repeated import EACH_ALONE, decoder
 from tests.plan.forecast.test_search import question
 
 LAYER = sum(param.nbytes for param in decoder().get_submodule("model.layers.0").parameters())
@@ -232,3 +233,38 @@ def test_a_process_on_cpu_holds_more_than_its_tensors_take_at_once() -> None:
     assert plain.held(gpu) == plain.memory.peak
     assert plain.held(cpu) == plain.memory.process(0.5) > plain.memory.peak
     assert recomputed.held(cpu) == recomputed.memory.process(0.5) + 10**6
+
+
+class OneByOne(nn.Module):
+    """A recurrence: three kernels for each token, forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, tokens, 4]`` → ``[rows, 4]``."""
+        state = x[:, 0]
+        for block in self.blocks:
+            for token in x.unbind(1):
+                state = torch.tanh(block(state) + token)
+        return state
+
+
+def test_a_model_that_computes_one_token_after_the_other_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.plan.forecast.recording.MOST_KERNELS", 500)
+
+    def plan(tokens: int) -> Forecast:
+        def given(rows: int) -> Inputs:
+            return (torch.zeros(rows, tokens, 4),), {}
+
+        question = Question(
+            OneByOne(), given, known().machine("L4", 1), 1, arguments={"wrap": EACH_ALONE}
+        )
+        return Planner(question).forecast(Candidate("no_shard", 1))
+
+    assert plan(4).memory.peak > 0
+    with pytest.raises(ConfigError, match=r"more than 500 kernels.* one token after .*--seq 32"):
+        plan(64)

@@ -28,6 +28,7 @@ from shardwise.config.options import Options
 from shardwise.config.precision import Precision
 from shardwise.config.prefetch import Prefetch
 from shardwise.config.strategies import placement_of
+from shardwise.errors import ConfigError
 from shardwise.plan.blueprint import Blueprint, draw_on, units_of
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
@@ -268,6 +269,8 @@ class Planner:
         try:
             forward(few)  # which makes the tables that a process makes once
             repeated = forward(few)
+        except ConfigError:  # it starts too many kernels
+            raise
         except Exception:  # noqa: BLE001 - a model's own code may count its blocks
             return False
         return repeated == forward(whole)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from shardwise.errors import ConfigError
 from shardwise.plan.forecast.kernels import is_kernel, moved, products
 from shardwise.plan.forecast.work import MMAP_THRESHOLD, Level, Pass, Product, Span, UnitWork
 from shardwise.plan.order import mirror
@@ -34,6 +35,8 @@ from shardwise.torch_internals import (
     storage_key,
     tree_leaves,
 )
+
+MOST_KERNELS = 50_000  # that are observed, in 4 s; a Llama of 128 blocks has 20,000
 
 _Bytes = Counter[str | None]
 
@@ -110,7 +113,7 @@ class Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.cues: list[Cue] = []
         self._held = {storage_key(tensor): tensor for tensor in held}
-        self._maps_from = maps_from
+        self._maps_from, self._started = maps_from, 0
         self._made: dict[int, ref[Any]] = {}  # every other storage that is alive
         self._alive, self._copied = _Bytes(), _Bytes()  # by the unit that made them; in host memory
         self._saved, self._kept = _Bytes(), _Bytes()  # the same when the backward pass begins
@@ -183,6 +186,13 @@ class Recording(TorchDispatchMode):
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self._go_back()
+        self._started += 1
+        if self._started > MOST_KERNELS:
+            raise ConfigError(
+                f"a micro-batch starts more than {MOST_KERNELS:,} kernels, as where a model "
+                "computes one token after the other, and to observe them all would take minutes. "
+                "Plan shorter rows, such as --seq 32."
+            )
         output = _executed(operator, args, kwargs or {})
         if operator.overloadpacket is flash_attention:
             output = (_laid_out_by_the_kernel(output[0]), output[1])
