@@ -142,7 +142,10 @@ def _rows(question: Question, bench: Bench, measured: Sequence[Measured]) -> lis
 
 
 def _beside_the_plan(row: Row, bench: Bench, question: Question) -> Row:
-    """The row with what the plan says; of a CPU's processes, with what they free and keep."""
+    """The row with what the plan says, on a CPU of processes, as they are measured.
+
+    So without what a first step loads; and nothing is recomputed, of which they could keep a part.
+    """
     forecast = Planner(question).forecast(Candidate(row.engine, bench.rows))
     milliseconds = 1e3 * forecast.time.seconds if bench.machines else None
     memory, on_cpu = forecast.memory, question.machine.accelerator.device == "cpu"

@@ -246,7 +246,7 @@ def _arrived(reference: weakref.ref[Backward], param: Tensor) -> None:
         set_grad(param, None)
     runtime, facts = backward.runtime, backward.runtime.facts
     if not running:
-        runtime.expect_late(state, bucket, index)  # not for a shard's shape
+        runtime.expect_late(state, bucket, index)  # before the pass gathers what it began at
         backward._begin()
     if bucket.state is not State.READY or state.name in facts.reducing:
         runtime.expect_late(state, bucket, index)

@@ -199,9 +199,8 @@ class _Loop:
         with self._logger.busy("reading the checkpoint"):
             start, self._state = self._checkpoints.resume(start)
         self._job.batches.start(self._state.streams)
-        if all_gather_floats(self._comm, [self._job.ahead.ended()], "end of text").any():
-            self._steps = self._state.step
-        if self._is_stale():
+        ended = all_gather_floats(self._comm, [self._job.ahead.ended()], "end of text").any()
+        if ended or self._is_stale():
             self._steps = self._state.step
         if self._steps == 0:
             raise ConfigError(
