@@ -156,6 +156,14 @@ def test_what_cannot_fit_in_host_memory_is_refused_on_accelerators(
     assert refusal(l4, 24e9, 0) == ""  # nothing is offloaded
 
 
+def test_a_refusal_counts_what_is_reserved_for_each_rank(watched: Watched, tmp_path: Path) -> None:
+    plan, *_ = given_to_compare(watched, tiny_recipe(tmp_path, *SHORT, "batch.micro=6"))
+    cpu = replace(plan.here.machine.accelerator, reserved=2**30 - plan.peak)
+    machine = replace(plan.here.machine, accelerator=cpu, per_host=2)
+    said = refusal(replace(plan, here=Here(machine, timed=True), ranks=2), 2**30, 0)
+    assert "take 2.0 GiB, 1.0 GiB on each of 2 ranks, of which" in said
+
+
 def test_a_model_that_cannot_run_without_values_trains_without_a_plan(
     watched: Watched, tmp_path: Path
 ) -> None:

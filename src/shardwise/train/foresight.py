@@ -218,17 +218,16 @@ def refusal(plan: RunPlan, memory: float, host_memory: float) -> str:
         memory: of the device; on a CPU all ranks of a host share them.
         host_memory: of the host, which all of its ranks share.
     """
-    machine, of_host = plan.here.machine, min(plan.here.machine.per_host, plan.ranks)
+    own, of_host = plan.here.machine.accelerator, min(plan.here.machine.per_host, plan.ranks)
     kind, nbytes = next(iter(plan.memory.by_kind.items()))
-    device, reserved = machine.accelerator.device, machine.accelerator.reserved
-    where, had = f"of which {kind} are {size(nbytes)}, and this {device}", memory
-    ranks, each = of_host if plan.on_cpu else 1, plan.peak + reserved
+    where, had = f"of which {kind} are {size(nbytes)}, and this {own.device}", memory
+    ranks, each = of_host if plan.on_cpu else 1, plan.peak + own.reserved
     if not plan.on_cpu and each <= memory:
         where, had = "in host memory, and this host", host_memory
-        ranks, each, reserved = of_host, plan.memory.in_host, 0
+        ranks, each = of_host, plan.memory.in_host
     if ranks * each <= had:
         return ""
-    of = f"{size(each - reserved)} on each of {ranks:,} ranks" if ranks > 1 else "at its peak"
+    of = f"{size(each)} on each of {ranks:,} ranks" if ranks > 1 else "at its peak"
     return (
         f"a step is planned to take {size(ranks * each)}, {of}, {where} has {size(int(had))}, so "
         "it would be killed. `shardwise plan` with this recipe names what makes it fit; --force "
