@@ -107,10 +107,13 @@ def whole_rows(asked: float) -> int:
 
     So it splits into many sizes of micro-batches; halves of more than ``MOST_ROWS`` do not count.
     """
-    near = range(math.ceil(asked * (1 - NEAR)), math.floor(asked * (1 + NEAR)) + 1)
-    if asked.is_integer() or not near:
-        return max(1, round(asked))
-    return max(near, key=lambda rows: (math.gcd(rows, MOST_ROWS), -abs(rows - asked)))
+    plain = max(1, round(asked))
+    if asked.is_integer():
+        return plain
+    sizes = (2**n for n in reversed(range(MOST_ROWS.bit_length())))
+    nearest = (size * math.ceil(asked / size - 0.5) for size in sizes)
+    least, most = asked * (1 - NEAR), asked * (1 + NEAR)
+    return next((rows for rows in nearest if least <= rows <= most), plain)
 
 
 def quantity(text: str) -> int:

@@ -131,7 +131,7 @@ def ask(
     )
     if verdict.says == "fits":
         return verdict
-    fixes = Fixes(planner, best, search.errors.memory, searched=chosen is None)
+    fixes = Fixes(planner, best, search.errors, searched=chosen is None)
     return replace(verdict, fixes=fixes.ranked(further))
 
 
@@ -177,20 +177,14 @@ class _Search:
 
     def fits(self, peak: Peak) -> bool:
         """Does it fit, the error included?"""
-        return self.filled(peak) * (1 + self.errors.memory) <= 1
+        return self.errors.fits(self.filled(peak))
 
     def filled(self, peak: Peak) -> float:
         """The part of memory that it fills: see ``Machine.filled``."""
         return self.question.machine.filled(*peak, self.question.ranks)
 
     def _fits(self, forecast: Forecast) -> bool:
-        return self._filled(forecast) * (1 + self.errors.memory) <= 1
-
-    def _filled(self, forecast: Forecast) -> float:
-        return forecast.filled(self.question.machine, self.question.ranks)
-
-    def _beside(self, forecast: Forecast) -> int:
-        return forecast.beside(self.question.machine.accelerator)
+        return self.errors.fits(forecast.filled(self.question.machine, self.question.ranks))
 
     def _held(self, forecast: Forecast) -> int:
         return forecast.held(self.question.machine.accelerator)

@@ -22,7 +22,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.plan.forecast.candidate import OFFLOADS, Candidate, savings
 from shardwise.plan.forecast.planner import Forecast, Planner
 from shardwise.plan.forecast.question import Inputs, Question
-from shardwise.plan.forecast.verdict import Fix
+from shardwise.plan.forecast.verdict import Errors, Fix
 
 MOST_RANKS = 1024  # that are looked at
 PARTS = 16  # of a row's length: the longest that fits, to so many parts
@@ -43,12 +43,12 @@ class Fixes:
     Args:
         planner: of its question.
         best: its forecast.
-        error: of memory, relative.
+        errors: of forecasts.
         searched: it was found, so offload may be as fits another question.
     """
 
-    def __init__(self, planner: Planner, best: Forecast, error: float, searched: bool) -> None:
-        self._planner, self._best, self._error = planner, best, error
+    def __init__(self, planner: Planner, best: Forecast, errors: Errors, searched: bool) -> None:
+        self._planner, self._best, self._errors = planner, best, errors
         self._searched = searched
 
     def ranked(self, further: Iterable[Series]) -> list[Fix]:
@@ -69,17 +69,14 @@ class Fixes:
         return [self._fix(name, each) for name, each in sorted(tried, key=self._rank)]
 
     def _rank(self, tried: tuple[str, _Tried]) -> tuple[bool, float]:
-        (forecast, filled), fits = tried[1], self._fits(tried[1].filled)
+        (forecast, filled), fits = tried[1], self._errors.fits(tried[1].filled)
         return not fits, -forecast.time.tokens_per_second if fits else filled
 
     def _fix(self, name: str, tried: _Tried) -> Fix:
         forecast, own = tried.forecast, self._planner.question.machine.accelerator
         time = self._best.time.tokens_per_second / forecast.time.tokens_per_second
         held, beside = forecast.held(own), forecast.beside(own)
-        return Fix(name, held, beside, time, self._fits(tried.filled))
-
-    def _fits(self, filled: float) -> bool:
-        return filled * (1 + self._error) <= 1
+        return Fix(name, held, beside, time, self._errors.fits(tried.filled))
 
     def _least(self, series: Series) -> Iterator[tuple[str, _Tried]]:
         """The first of ``series`` that fits, or its last; none where a model cannot be so."""
@@ -87,14 +84,13 @@ class Fixes:
 
         def fits(number: int) -> bool:
             planner, candidate = made[number] = self._likely(series[number][1]())
-            return self._fits(_estimate(planner, candidate))
+            return self._errors.fits(_estimate(planner, candidate))
 
+        if not series:
+            return
         try:
             number = min(bisect_left(range(len(series)), True, key=fits), len(series) - 1)
-            if series:
-                if number not in made:
-                    fits(number)
-                yield series[number][0], self._whole(*made[number])
+            yield series[number][0], self._whole(*made[number])
         except ShardwiseError:
             return
 
@@ -104,7 +100,7 @@ class Fixes:
         offloads = OFFLOADS if self._searched and placement_of(candidate.strategy).splits else ()
         among = [replace(candidate, offload=each) for each in offloads] or [candidate]
         filled = {each: _estimate(planner, each) for each in among}
-        fit = [each for each, part in filled.items() if self._fits(part)]
+        fit = [each for each, part in filled.items() if self._errors.fits(part)]
         if fit:
             return planner, min(fit, key=planner.seconds)
         return planner, min(filled, key=lambda each: filled[each])

@@ -22,6 +22,10 @@ class Errors(NamedTuple):
     memory: float
     time: float
 
+    def fits(self, filled: float) -> bool:
+        """Does it fit, the error included? ``filled``: see ``Machine.filled``."""
+        return filled * (1 + self.memory) <= 1
+
 
 class Fix(NamedTuple):
     """One change that takes less memory, and what it costs."""
@@ -91,7 +95,7 @@ class Verdict:
     @property
     def says(self) -> str:
         """A key of ``EXIT``."""
-        if self.filled * (1 + self.errors.memory) <= 1:
+        if self.errors.fits(self.filled):
             return "fits"
         return "does not fit" if self.filled > 1 else "within the error"
 
