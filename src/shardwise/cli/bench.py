@@ -127,7 +127,8 @@ def _as_a_rank(bench: Bench, memory: str | None, result: Path | None, as_json: b
 
 
 def _rows(question: Question, bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    time = Planner(question).forecast(Candidate("no_shard", bench.rows)).time
+    planners = {shared: Planner(replace(question, shared=shared)) for shared in (False, True)}
+    time = planners[question.shared].forecast(Candidate("no_shard", bench.rows)).time
     rows, peak = [], question.machine.accelerator.peak("bf16") if bench.machines else None
     for one in measured:
         steps = 1e3 / one.milliseconds
@@ -136,17 +137,17 @@ def _rows(question: Question, bench: Bench, measured: Sequence[Measured]) -> lis
         row = Row(one.engine, one.milliseconds, *rates, one.sent, mfu=mfu)
         row = replace(row, counted=time.work.counted)
         if one.engine in STRATEGIES:
-            row = _beside_the_plan(row, bench, replace(question, shared=one.shared))
+            row = _beside_the_plan(row, bench, planners[one.shared])
         rows.append(asdict(row))
     return rows
 
 
-def _beside_the_plan(row: Row, bench: Bench, question: Question) -> Row:
+def _beside_the_plan(row: Row, bench: Bench, planner: Planner) -> Row:
     """The row with what the plan says, on a CPU of processes, as they are measured.
 
     So without what a first step loads; and nothing is recomputed, of which they could keep a part.
     """
-    forecast = Planner(question).forecast(Candidate(row.engine, bench.rows))
+    question, forecast = planner.question, planner.forecast(Candidate(row.engine, bench.rows))
     milliseconds = 1e3 * forecast.time.seconds if bench.machines else None
     memory, on_cpu = forecast.memory, question.machine.accelerator.device == "cpu"
     peak = memory.process(kept=0) - FIRST_STEP if on_cpu else memory.peak
