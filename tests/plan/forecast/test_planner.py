@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from shardwise.plan.forecast.question import Inputs, Question
 from shardwise.plan.forecast.work import StepWork
 from shardwise.plan.units.wrap import Wrap, automatic, whole
 from tests.plan.forecast.test_repeated import EACH_ALONE, decoder
-from tests.plan.forecast.test_search import question
+from tests.plan.forecast.test_search import planner_of, question
 
 LAYER = sum(param.nbytes for param in decoder().get_submodule("model.layers.0").parameters())
 
@@ -60,6 +61,15 @@ def test_estimates_of_several_micro_batches_are_exact_at_each() -> None:
         whole = planner.forecast(candidate).memory
         assert planner.peak(candidate).device == pytest.approx(whole.peak, rel=0.02)
         assert planner.activations(candidate) < whole.peak
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "full_shard"])
+def test_estimates_are_of_the_micro_batch_that_takes_most(strategy: str) -> None:
+    planner = planner_of(8, 64)
+    for rows, recompute in product((1, 4), (0, 1, 2)):
+        candidate = Candidate(strategy, rows, recompute=recompute)
+        whole = planner.forecast(candidate).memory
+        assert planner.peak(candidate).device == pytest.approx(whole.peak, rel=0.02), candidate
 
 
 def test_what_a_recipe_has_written_is_judged_as_it_is() -> None:

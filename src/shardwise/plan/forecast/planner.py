@@ -208,7 +208,7 @@ class Planner:
 
     def _peaks(self, candidate: Candidate, depth: _Depth) -> tuple[float, float]:
         """Bytes at most on the device, and in host memory."""
-        mode = time.modes(self.question.micro_batches(candidate))[0][0]
+        *_, (mode, _) = time.modes(self.question.micro_batches(candidate))  # has most gradients
         key = (*_drawn(candidate), candidate.prefetch, candidate.recompute, mode, depth.blocks)
         work = self._work(candidate, depth)
 
