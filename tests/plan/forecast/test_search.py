@@ -107,10 +107,23 @@ def test_candidates_are_of_the_machine() -> None:
 
 
 def test_every_saving_changes_one_thing() -> None:
-    chosen = Candidate("shard_grad_op", 4)
-    for change, other in savings(chosen):
-        same = [vars(chosen)[name] == value for name, value in vars(other).items()]
-        assert same.count(False) == 1, change
+    for chosen in (Candidate("shard_grad_op", 4), Candidate("no_shard", 2, offload="everything")):
+        changes = dict(savings(chosen))
+        for change, other in changes.items():
+            same = [vars(chosen)[name] == value for name, value in vars(other).items()]
+            assert same.count(False) == 1, change
+        assert len(changes) == len(list(savings(chosen)))
+        offloads = {other.offload for other in changes.values()}
+        assert offloads == set(OFFLOADS), "each strategy can offload"
+
+
+@pytest.mark.parametrize("rows", [2, 5, 9, 12])
+def test_fewer_rows_at_a_time_are_as_many_as_divide_the_step(rows: int) -> None:
+    asked = question(8, 8 * rows)
+    fewer = {other.micro_batch for _, other in savings(Candidate("full_shard", rows))} - {rows}
+    assert fewer == {1, max(n for n in range(1, rows) if rows % n == 0)}
+    for micro_batch in fewer:
+        asked.check(Candidate("full_shard", micro_batch))
 
 
 @pytest.fixture(scope="module")

@@ -132,18 +132,16 @@ def savings(chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
         yield "recompute every block", replace(chosen, recompute=1)
     if chosen.recompute == 0:
         yield "recompute every second block", replace(chosen, recompute=2)
-    if chosen.micro_batch > 1:
-        half = max(1, chosen.micro_batch // 2)
-        yield f"{half} row{'s' * (half != 1)} at a time", replace(chosen, micro_batch=half)
-        yield "1 row at a time", replace(chosen, micro_batch=1)
+    divisors = [n for n in range(1, chosen.micro_batch) if chosen.micro_batch % n == 0]
+    for rows in sorted({*divisors[:1], *divisors[-1:]}, reverse=True):  # others may not divide
+        yield f"{rows} row{'s' * (rows != 1)} at a time", replace(chosen, micro_batch=rows)
     if chosen.strategy != "full_shard":
         yield "strategy full_shard", replace(chosen, strategy="full_shard", mesh=None)
     if chosen.unsharded:
         yield "no unit unsharded", replace(chosen, unsharded=0.0)
     if chosen.prefetch:
         yield "no prefetch", replace(chosen, prefetch=0)
-    if PRESETS[chosen.strategy].splits:
-        for offload in OFFLOADS:  # less of it saves host memory
-            if offload != chosen.offload:
-                what = "nothing" if offload == "none" else offload
-                yield f"offload {what}", replace(chosen, offload=offload)
+    for offload in OFFLOADS:  # less of it saves host memory
+        if offload != chosen.offload:
+            what = "nothing" if offload == "none" else offload
+            yield f"offload {what}", replace(chosen, offload=offload)
