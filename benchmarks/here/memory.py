@@ -65,7 +65,7 @@ def peak_row(model: str, machine: Machine, rows: int, recompute: bool) -> tuple[
     accelerator = machine.accelerator
     if loaded:  # the model's library imports torch's compiler, so ``start`` has it
         accelerator = replace(accelerator, recomputing=0)
-    expected = start + forecast.held(accelerator)
+    expected = start + forecast.memory.held(accelerator)
     sizes = (each / MIB for each in (start, forecast.memory.peak, expected, peak))
     spread = "–".join(f"{each / MIB:.0f}" for each in (min(runs)[0], max(runs)[0]))
     recomputed = "yes" if recompute else "no"

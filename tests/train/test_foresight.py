@@ -164,6 +164,16 @@ def test_a_refusal_counts_what_is_reserved_for_each_rank(watched: Watched, tmp_p
     assert "take 2.0 GiB, 1.0 GiB on each of 2 ranks, of which" in said
 
 
+def test_a_refusal_counts_a_process_as_a_plan_does(watched: Watched, tmp_path: Path) -> None:
+    plan, *_ = given_to_compare(watched, tiny_recipe(tmp_path, *SHORT, "batch.micro=6"))
+    cpu = replace(plan.here.machine.accelerator, kept=0.5, reserved=0)
+    here = Here(replace(plan.here.machine, accelerator=cpu), timed=True)
+    held = plan.memory.held(cpu)
+    assert held == plan.memory.process(0.5) > plan.peak
+    assert refusal(replace(plan, here=here), held, 0) == ""
+    assert "would be killed" in refusal(replace(plan, here=here), held - 1, 0)
+
+
 def test_a_model_that_cannot_run_without_values_trains_without_a_plan(
     watched: Watched, tmp_path: Path
 ) -> None:

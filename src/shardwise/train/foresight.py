@@ -144,7 +144,7 @@ class RunPlan:
         return self.here.machine.accelerator.device == "cpu"
 
     def _host(self, moment: Moment) -> int:
-        return moment.in_host if self.on_cpu else 0
+        return moment.in_host - self.here.machine.accelerator.beside(moment.in_host)
 
     @property
     def rate(self) -> float | None:
@@ -153,8 +153,9 @@ class RunPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes at most on the device."""
-        return self.memory.peak + (self.memory.in_host if self.on_cpu else 0)
+        """Bytes of tensors at most on the device."""
+        own = self.here.machine.accelerator
+        return self.memory.peak + self.memory.in_host - own.beside(self.memory.in_host)
 
     def beside(self, moments: Sequence[Sequence[Any]]) -> list[tuple[int | None, int | None]]:
         """Bytes of the engine and of all, as planned, at each moment of a recorded step.
@@ -221,7 +222,7 @@ def refusal(plan: RunPlan, memory: float, host_memory: float) -> str:
     own, of_host = plan.here.machine.accelerator, min(plan.here.machine.per_host, plan.ranks)
     kind, nbytes = next(iter(plan.memory.by_kind.items()))
     where, had = f"of which {kind} are {size(nbytes)}, and this {own.device}", memory
-    ranks, each = of_host if plan.on_cpu else 1, plan.peak + own.reserved
+    ranks, each = of_host if plan.on_cpu else 1, plan.memory.held(own) + own.reserved
     if not plan.on_cpu and each <= memory:
         where, had = "in host memory, and this host", host_memory
         ranks, each = of_host, plan.memory.in_host

@@ -315,5 +315,5 @@ def test_blocks_that_a_layer_maps_leave_no_holes(monkeypatch: pytest.MonkeyPatch
     small, _ = of_decoder()
     monkeypatch.setattr(nn.Linear, "maps_from", 1, raising=False)
     large, _ = of_decoder()
-    assert large.heap == (0, small.heap.blocks, 0, 0, small.heap.engine)
+    assert large.heap == (0, small.heap.blocks, 0, 0, small.heap.engine, False)
     assert large.process(0.5) < small.process(0.0)

@@ -237,12 +237,13 @@ def test_blocks_that_share_units_unless_they_are_recomputed(trained: set[int]) -
 
 def test_a_process_on_cpu_holds_more_than_its_tensors_take_at_once() -> None:
     planner = Planner(question())
-    plain, recomputed = (planner.forecast(Candidate("full_shard", 4, recompute=n)) for n in (0, 1))
+    candidates = (Candidate("full_shard", 4, recompute=n) for n in (0, 1))
+    plain, recomputed = (planner.forecast(candidate).memory for candidate in candidates)
     gpu = planner.question.machine.accelerator
     cpu = replace(gpu, kept=0.5, recomputing=10**6)
-    assert plain.held(gpu) == plain.memory.peak
-    assert plain.held(cpu) == plain.memory.process(0.5) > plain.memory.peak
-    assert recomputed.held(cpu) == recomputed.memory.process(0.5) + 10**6
+    assert plain.held(gpu) == plain.peak
+    assert plain.held(cpu) == plain.process(0.5) > plain.peak
+    assert recomputed.held(cpu) == recomputed.process(0.5) + 10**6
 
 
 class OneByOne(nn.Module):

@@ -283,3 +283,19 @@ def test_where_nothing_fits_neither_device_nor_host_is_overlooked() -> None:
     )
     assert verdict.best.candidate.offload == "none"
     assert verdict.says == "within the error"
+
+
+def test_what_a_cpu_offloads_stays_in_its_own_memory() -> None:
+    base = with_host_memory(1e12)
+    accelerator = replace(base.machine.accelerator, device="cpu", reserved=0)
+    asked = replace(base, machine=replace(base.machine, accelerator=accelerator))
+    planner, chosen = Planner(asked), Candidate("full_shard", 1, offload="everything")
+    peak, memory = planner.peak(chosen), planner.forecast(chosen).memory
+    assert memory.held(accelerator) == memory.peak + memory.in_host
+    assert peak.device == pytest.approx(memory.held(accelerator), rel=0.02)
+    assert peak.in_host == 0
+    verdict = ask(asked, chosen, among=[chosen])
+    report = verdict.as_json()
+    assert (report["held"], report["in_host"]) == (memory.held(accelerator), 0)
+    assert "offloaded  " in str(verdict)
+    assert "freed and kept" not in str(verdict)

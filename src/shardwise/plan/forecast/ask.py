@@ -184,10 +184,10 @@ class _Search:
         return self.question.machine.filled(*peak, self.question.ranks)
 
     def _fits(self, forecast: Forecast) -> bool:
-        return self.errors.fits(forecast.filled(self.question.machine, self.question.ranks))
+        return self.errors.fits(forecast.memory.filled(self.question.machine, self.question.ranks))
 
     def _held(self, forecast: Forecast) -> int:
-        return forecast.held(self.question.machine.accelerator)
+        return forecast.memory.held(self.question.machine.accelerator)
 
     def fastest_of_each(
         self, planner: Planner, every: Sequence[Candidate], kind: Callable[[Candidate], str | None]

@@ -64,7 +64,7 @@ class Fixes:
         ]
         for series in (list(_more_ranks(question, best.candidate)), *further):
             tried += self._least(series)
-        least = best.filled(question.machine, question.ranks)
+        least = best.memory.filled(question.machine, question.ranks)
         tried = [(name, each) for name, each in tried if each.filled < least]
         return [self._fix(name, each) for name, each in sorted(tried, key=self._rank)]
 
@@ -75,7 +75,7 @@ class Fixes:
     def _fix(self, name: str, tried: _Tried) -> Fix:
         forecast, own = tried.forecast, self._planner.question.machine.accelerator
         time = self._best.time.tokens_per_second / forecast.time.tokens_per_second
-        held, beside = forecast.held(own), forecast.beside(own)
+        held, beside = forecast.memory.held(own), own.beside(forecast.memory.in_host)
         return Fix(name, held, beside, time, self._errors.fits(tried.filled))
 
     def _least(self, series: Series) -> Iterator[tuple[str, _Tried]]:
@@ -107,7 +107,7 @@ class Fixes:
 
     def _whole(self, planner: Planner, candidate: Candidate) -> _Tried:
         forecast, question = planner.forecast(candidate), planner.question
-        return _Tried(forecast, forecast.filled(question.machine, question.ranks))
+        return _Tried(forecast, forecast.memory.filled(question.machine, question.ranks))
 
 
 def _estimate(planner: Planner, candidate: Candidate) -> float:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from shardwise.errors import ConfigError, nearest
 
 TABLE = Path(__file__).with_name("machines.toml")
+Bytes = TypeVar("Bytes", int, float)
 REACHED = 0.9  # of a link's rate, where only that is known
 RATE = re.compile(r"(\d[\d,]*\.?\d*) ?([mgMG])(?:(B)|b|(?i:bit))(?:/s|ps)")  # B: bytes
 
@@ -102,6 +103,10 @@ class Accelerator:
     kept: float | None = None
     recomputing: int = 0
     host_memory: float = 1e12
+
+    def beside(self, in_host: Bytes) -> Bytes:
+        """Bytes of host memory that are beside the device: a CPU's are its own."""
+        return in_host * (self.device != "cpu")
 
     def peak(self, precision: str) -> float:
         """FLOP/s that the vendor promises.

@@ -23,6 +23,7 @@ from torch import Tensor
 from shardwise.config.options import blocks
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.forecast.holdings import POOLED, Holdings, Kind, Use
+from shardwise.plan.forecast.machine import Accelerator, Machine
 from shardwise.plan.forecast.work import Level, Span, StepWork
 from shardwise.plan.printed import size
 from shardwise.plan.schedule.decide import steps
@@ -77,6 +78,7 @@ class Heap(NamedTuple):
         freed: bytes of holes that recomputed units leave, where those of each span's largest size
             count twice: less that is small fits them.
         engine: bytes of small tensors of the engine at most, which fill holes.
+        recomputes: there are units that are recomputed.
     """
 
     blocks: int = 0
@@ -84,6 +86,7 @@ class Heap(NamedTuple):
     holes: int = 0
     freed: int = 0
     engine: int = 0
+    recomputes: bool = False
 
     @classmethod
     def of(cls, work: StepWork) -> Heap:
@@ -94,7 +97,7 @@ class Heap(NamedTuple):
         again = {unit for unit, each in work.units.items() if each.recomputed.kernels}
         holes = sum(span.holes for span in work.forward if span.unit not in again)
         freed = sum(span.freed + span.holes for span in work.forward if span.unit in again)
-        return cls(blocks.peak, mapped.peak, holes, freed)
+        return cls(blocks.peak, mapped.peak, holes, freed, recomputes=bool(again))
 
     def held(self, kept: float) -> int:
         """Bytes of all at most, holes included; ``kept``: see ``MemoryForecast.process``.
@@ -148,8 +151,20 @@ class MemoryForecast:
 
     @property
     def in_host(self) -> int:
-        """Bytes at most in host memory beside the device."""
+        """Bytes at most of what is kept in host memory."""
         return max(moment.in_host for moment in self.moments)
+
+    def held(self, own: Accelerator) -> int:
+        """Bytes of ``own`` at most, without what is reserved."""
+        tensors = self.peak
+        if own.kept is not None:
+            tensors = self.process(own.kept) + own.recomputing * self.heap.recomputes
+        return tensors + self.in_host - own.beside(self.in_host)
+
+    def filled(self, machine: Machine, ranks: int) -> float:
+        """The part of memory that it fills: see ``Machine.filled``."""
+        own = machine.accelerator
+        return machine.filled(self.held(own), own.beside(self.in_host), ranks)
 
     @property
     def between_steps(self) -> int:

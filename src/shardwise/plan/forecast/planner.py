@@ -33,7 +33,7 @@ from shardwise.plan.blueprint import Blueprint, draw_on, units_of
 from shardwise.plan.forecast import memory, time
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.collectives import CORES
-from shardwise.plan.forecast.machine import Accelerator, Machine, known
+from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.memory import MemoryForecast
 from shardwise.plan.forecast.moments import EngineMoments, activations
 from shardwise.plan.forecast.observe import observe
@@ -59,26 +59,9 @@ class Forecast(NamedTuple):
     memory: MemoryForecast
     time: TimeForecast
 
-    def held(self, accelerator: Accelerator) -> int:
-        """Bytes of ``accelerator`` at most, without what is reserved; a CPU's are the host's."""
-        in_host = self.memory.in_host - self.beside(accelerator)
-        if accelerator.kept is None:
-            return self.memory.peak + in_host
-        loaded = accelerator.recomputing if self.candidate.recompute else 0
-        return self.memory.process(accelerator.kept) + in_host + loaded
-
-    def beside(self, accelerator: Accelerator) -> int:
-        """Bytes at most in host memory, where that is not the device's own."""
-        return 0 if accelerator.device == "cpu" else self.memory.in_host
-
-    def filled(self, machine: Machine, ranks: int) -> float:
-        """The part of memory that it fills: see ``Machine.filled``."""
-        accelerator = machine.accelerator
-        return machine.filled(self.held(accelerator), self.beside(accelerator), ranks)
-
 
 class Peak(NamedTuple):
-    """Bytes at most on the device, and in host memory."""
+    """Bytes at most on the device, and in host memory beside it."""
 
     device: float
     in_host: float
@@ -138,7 +121,9 @@ class Planner:
 
     def peak(self, candidate: Candidate) -> Peak:
         """Estimate its memory."""
-        return Peak(*self._line(candidate, partial(self._peaks, candidate)))
+        device, in_host = self._line(candidate, partial(self._peaks, candidate))
+        beside = self.question.machine.accelerator.beside(in_host)
+        return Peak(device + in_host - beside, beside)
 
     def activations(self, candidate: Candidate) -> float:
         """Bytes of activations at most: less than any strategy takes."""

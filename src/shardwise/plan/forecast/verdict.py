@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from shardwise.plan.forecast.advice import Advice
 from shardwise.plan.forecast.machine import Machine
+from shardwise.plan.forecast.memory import MemoryForecast
 from shardwise.plan.forecast.planner import Forecast
 from shardwise.plan.forecast.time import TimeForecast
 
@@ -80,7 +81,7 @@ class Verdict:
     @property
     def peak(self) -> int:
         """Bytes at most on the device."""
-        return self.best.held(self.machine.accelerator) + self.reserved
+        return self.best.memory.held(self.machine.accelerator) + self.reserved
 
     @property
     def capacity(self) -> float:
@@ -90,7 +91,7 @@ class Verdict:
     @property
     def filled(self) -> float:
         """The part of memory that it fills: see ``Machine.filled``."""
-        return self.best.filled(self.machine, self.ranks)
+        return self.best.memory.filled(self.machine, self.ranks)
 
     @property
     def says(self) -> str:
@@ -102,7 +103,7 @@ class Verdict:
     @property
     def in_host(self) -> int:
         """Bytes at most of a rank in host memory, beside the device."""
-        return self.best.beside(self.machine.accelerator)
+        return self.machine.accelerator.beside(self.best.memory.in_host)
 
     @property
     def host_memory(self) -> float:
@@ -191,8 +192,8 @@ class Verdict:
         return {
             "candidate": asdict(candidate),
             "peak": memory.peak,
-            "held": forecast.held(self.machine.accelerator),
-            "in_host": memory.in_host,
+            "held": memory.held(self.machine.accelerator),
+            "in_host": self.machine.accelerator.beside(memory.in_host),
             "peak_at": str(memory.at_peak),
             "by_kind": memory.by_kind,
             "by_unit": memory.by_unit,
@@ -205,10 +206,14 @@ class Verdict:
 
     def _memory(self) -> Iterator[str]:
         yield f"peak of a rank, while {self.best.memory.at_peak}:"
-        held: Mapping[str, int] = self.best.memory.by_kind
-        kept = self.peak - self.reserved - self.best.memory.peak
-        more = {"freed and kept": kept, "context and communicators": self.reserved}
-        for kind, nbytes in {**held, **more}.items():
+        memory: MemoryForecast = self.best.memory
+        own = memory.in_host - self.in_host
+        more = {
+            "offloaded": own,
+            "freed and kept": self.peak - self.reserved - memory.peak - own,
+            "context and communicators": self.reserved,
+        }
+        for kind, nbytes in {**memory.by_kind, **more}.items():
             if nbytes >= self.peak / 1000:
                 yield f"  {kind:<26} {_gb(nbytes):>10}  {nbytes / self.peak:4.0%}"
         if self.in_host:
@@ -233,8 +238,8 @@ class Verdict:
             yield from map(self._other, self.rounded)
 
     def _other(self, forecast: Forecast) -> str:
-        candidate, _, time = forecast
-        peak = _gb(forecast.held(self.machine.accelerator) + self.reserved)
+        candidate, memory, time = forecast
+        peak = _gb(memory.held(self.machine.accelerator) + self.reserved)
         rate = f"{time.tokens_per_second:,.0f}"
         return f"  {rate:>8} {time.work.counted}/s {peak:>9}  {candidate}; {_largest(time.parts)}"
 
