@@ -22,7 +22,7 @@ from shardwise.recipe.read import read_recipe, to_yaml
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import memory_estimate
 from shardwise.train.memory_estimate import check_memory, predict
-from shardwise.train.model_folder import load, on_meta, with_tokenizer
+from shardwise.train.model_folder import load, longest_row, on_meta, with_tokenizer
 from tests.copies import error_text
 from tests.hf.folders import CHAT_TEMPLATE, END, tiny
 from tests.train.runs import Watched, losses
@@ -211,3 +211,9 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read(
     monkeypatch.setattr(memory_estimate, "machine_memory", lambda **_: needed)
     assert check_memory(recipe, cpu, 2) is not None
     assert predict(recipe_of(tmp_path, "model.dtype=bf16"), 1).parameters == 2 * 36_000
+
+
+def test_a_config_without_a_positive_number_of_positions_takes_rows_of_any_length() -> None:
+    assert longest_row(hf.LlamaConfig(max_position_embeddings=64)) == 64
+    assert longest_row(hf.XLNetConfig()) is None  # whose number is -1
+    assert longest_row(hf.BloomConfig()) is None  # which has none

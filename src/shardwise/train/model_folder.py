@@ -66,9 +66,9 @@ def check_context(recipe: Recipe, config: Any) -> None:
 
 
 def longest_row(config: Any) -> int | None:
-    """Tokens of the longest row that a model of ``config`` takes; ``None``: it does not say."""
+    """Tokens of the longest row that a model of ``config`` takes; ``None``: any, or none said."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return longest
+    return longest if longest is not None and longest > 0 else None  # XLNet's is -1
 
 
 def load(recipe: Recipe, comm: Comm, vocabulary: int) -> tuple[Sharded, str]:
