@@ -9,6 +9,7 @@ sharded and dropped as soon as its last module has its values.
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -38,28 +39,23 @@ def give_values(
         load_later: what stays on the meta device, since its value is read later.
         finished: called for each unit when all its members have values; afterwards they may go.
     """
-    waiting = {
-        unit: {id(module) for member in unit.members for module, _ in member.owners}
-        for unit in units
-    }
     # Asked before anything is made: a tied weight is initialised by each of its owners.
     unmade = {
         m for m in model.modules() if any(_is_unmade(t, load_later) for _, t in tensors_of(m))
     }
     order = list(_in_apply_order(model))
     last = {id(module): place for place, (_, module) in enumerate(order)}  # one may come twice
+    complete = defaultdict[int, list[Unit]](list)  # after which of them each unit is
+    for unit in units:
+        owners = (id(module) for member in unit.members for module, _ in member.owners)
+        complete[max((last[owner] for owner in owners), default=0)].append(unit)
     for place, (name, module) in enumerate(order):
         if module in unmade:
             made = _make(module, device, load_later)
             init(module)
             _check_made(name, module, made, init)
-        if last[id(module)] > place:
-            continue
-        for unit, owners in list(waiting.items()):
-            owners.discard(id(module))
-            if not owners:
-                del waiting[unit]
-                finished(unit)
+        for unit in complete[place]:
+            finished(unit)
 
 
 def _in_apply_order(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
