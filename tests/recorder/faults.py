@@ -15,6 +15,7 @@ from shardwise.comm.memory import Memory
 from shardwise.comm.protocol import Completed
 from shardwise.comm.transports.backend import BackendComm
 from shardwise.memory.gradients import Gradients
+from shardwise.memory.mean import Mean
 from shardwise.memory.parameters import Bucket
 from tests.recorder.programs import Program
 
@@ -64,7 +65,7 @@ def no_wait_for_an_update() -> Patch:
 
 
 def no_wait_for_the_other_copies() -> Patch:
-    return before(Gradients, "mean", lambda gradients: setattr(gradients, "_spreading", None))
+    return before(Mean, "value", lambda mean: setattr(mean, "_spreading", None))
 
 
 def freed_while_it_is_gathered() -> Patch:
