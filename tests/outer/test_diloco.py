@@ -19,7 +19,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.doctor.listeners import listeners
 from shardwise.errors import ConfigError, RanksDisagree, ScheduleError
-from shardwise.outer.diloco import DiLoCo
+from shardwise.outer.diloco import DiLoCo, place_of
 from shardwise.outer.link import Link
 from shardwise.outer.place import Place
 from tests.optim.test_average import model as plain_model
@@ -216,6 +216,8 @@ def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_sta
             net, sharded, optimizer = worker.model()
             outer = worker.outer(sharded, optimizer, delay=0)
             assert outer.steps >= 8  # it goes on where the others are
+            told = place_of(worker.addresses, 1).ask(0)
+            assert told == {"leads": False, "updates": sum(outer.updates.values())}
             back.set()
         else:
             lost.wait(20)

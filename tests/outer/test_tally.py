@@ -51,5 +51,14 @@ def test_a_part_of_a_mean_that_was_formed_counts_no_more() -> None:
     assert of.take() == []
 
 
+def test_a_mean_that_the_leader_before_has_formed_is_not_formed_again() -> None:
+    of = Tally(0, formed=[A0, A1])
+    of.add(0, A0, b"0")
+    of.add(0, A1, b"0")
+    assert of.take() == []
+    of.add(0, Key("a", 2), b"0")
+    assert of.take() == [(Key("a", 2), [b"0"])]
+
+
 def test_a_unit_without_a_name_has_one_in_messages() -> None:
     assert f"its part of {Key('', 3)}, of {Key('blocks.0', 3)}" == "its part of (root), of blocks.0"

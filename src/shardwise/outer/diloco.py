@@ -108,8 +108,13 @@ class DiLoCo:
         self.schedule = OuterSchedule.spread(nbytes, every, delay)
         self._start.updates = self.schedule.rounds(self.steps)
         self._in_flight: dict[str, list[Tensor]] = {}  # unit → parameters when it was sent
-        place = place_of(workers, worker, token)
-        place = replace(place, patience=patience, timeout=timeout, stops=stops)
+        place = replace(
+            place_of(workers, worker, token),
+            patience=patience,
+            timeout=timeout,
+            stops=stops,
+            updates=lambda: sum(self._start.updates.values()),
+        )
         self.has_left, self._number = False, len(workers)
         self._link: Link | None = None
         run_on_rank_0(self._comm, "the link to other workers", lambda: self._open(place))
@@ -228,8 +233,6 @@ class DiLoCo:
             state[START].sub_(step, alpha=self._lr)
             param.copy_((state[START] + since).to(param.dtype))
         self._start.updates[unit] += 1
-        if self._link is not None:
-            self._link.updates += 1
 
     # ---- meet ------------------------------------------------------------------------------------
 
@@ -249,7 +252,6 @@ class DiLoCo:
 
         nbytes = {unit: wires.nbytes(numel, self._wire) for unit, numel in numels.items()}
         self._link = Link(place, facts, nbytes, form)
-        self._link.updates = sum(self._start.updates.values())
 
     @property
     def _on_rank_0(self) -> Link:

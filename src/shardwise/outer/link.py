@@ -76,7 +76,6 @@ class Link:
         self._means: dict[Key, wire.Message] = {}  # until this worker takes them
         self._present = [place.worker]  # as the leader has said
         self._counts = {"sent": 0, "received": 0}  # bytes, of connections that have ended
-        self.updates = 0  # of this worker, for others that ask
         self._listener = place.listen()
         Thread(target=self._accept, name="shardwise-workers", daemon=True).start()
 
@@ -156,7 +155,8 @@ class Link:
 
     def _lead(self) -> None:
         with self._changed:
-            self._leads, self._tally = True, Tally(self._place.worker)
+            # A mean that has come, and is not applied yet, is the one that others apply.
+            self._leads, self._tally = True, Tally(self._place.worker, self._means)
             self._joining.clear()
             for key, part in self._own.items():
                 self._tally.add(self._place.worker, key, part)
@@ -325,7 +325,7 @@ class Link:
             connection = wire.accept(client, self._place.token, self._place.patience)
             message = wire.receive(connection)
             if message.kind == "who":
-                answer = {"leads": self._leads, "updates": self.updates}
+                answer = {"leads": self._leads, "updates": self._place.updates()}
                 wire.send(connection, wire.Message("answer", answer))
                 connection.close()
                 return
@@ -376,7 +376,7 @@ class Link:
                 self._changed.wait_for(lambda: self._closed or not self._leads, SEARCH_INTERVAL)
 
     def _yields_to(self, worker: int, updates: int) -> bool:
-        return (updates, -worker) > (self.updates, -self._place.worker)
+        return (updates, -worker) > (self._place.updates(), -self._place.worker)
 
     # ---- waiting ---------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Place:
         patience: seconds of silence after which a worker is lost.
         timeout: seconds for which a worker waits for the others when it starts.
         stops: asked while it waits for others, whether it is to leave them.
+        updates: how often its start has moved; others are told it, and follow who has most.
     """
 
     addresses: Sequence[Address]
@@ -35,6 +36,7 @@ class Place:
     patience: float = 10.0
     timeout: float = 600.0
     stops: Callable[[], bool] = lambda: False
+    updates: Callable[[], int] = lambda: 0
 
     @property
     def others(self) -> list[int]:

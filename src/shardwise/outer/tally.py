@@ -6,6 +6,7 @@ A worker that comes later gets that mean, and is awaited from the next one on.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -21,13 +22,18 @@ class Key(NamedTuple):
 
 
 class Tally:
-    """The parts that the leader has; ``own`` is its number among the workers."""
+    """The parts that the leader has.
 
-    def __init__(self, own: int) -> None:
+    Args:
+        own: its number among the workers.
+        formed: means that are there already, of the leader before this one.
+    """
+
+    def __init__(self, own: int, formed: Iterable[Key] = ()) -> None:
         self.present = {own}
         self._parts: dict[Key, dict[int, bytes]] = {}
         self._awaited: dict[Key, set[int]] = {}
-        self._formed: dict[str, int] = {}  # unit → the update whose mean was formed last
+        self._formed = dict(sorted(formed))  # unit → the update whose mean was formed last
 
     def add(self, worker: int, key: Key, part: bytes) -> None:
         """Take a part; one that comes after its mean was formed counts no more."""
