@@ -291,6 +291,18 @@ def test_a_checkpoint_in_a_checkpoint_makes_it_no_run(tmp_path: Path) -> None:
         sharded.resume(tmp_path / "step-1")
 
 
+@pytest.mark.parametrize("name", ["run/pytorch_model.bin", "run/step/0.pt", "run/dcp/0.distcp"])
+def test_resume_says_why_it_takes_no_pickle(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(b"a pickle")
+    assert sw.shard(small()).resume(tmp_path / "run") is None
+    (warning,) = [text for text in caplog.messages if "nothing was resumed" in text]
+    assert f"{(tmp_path / name).parent.name} in {tmp_path / 'run'} holds weights" in warning
+    assert "`shardwise export` converts pickles" in warning
+
+
 @pytest.mark.parametrize("where", ["export", "hf", "broken-step-1-1", "inner", "itself"])
 def test_resume_says_why_it_takes_none_of_the_weights_that_are_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str

@@ -31,6 +31,7 @@ from shardwise.checkpoint.folder import checkpoints, mark_broken, move_latest, r
 from shardwise.checkpoint.load_plan import LoadPlan, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.options import Loaded, LoadOptions
 from shardwise.checkpoint.read_requests import read_from_rank_0, read_into
+from shardwise.checkpoint.reader import OF_TORCH
 from shardwise.checkpoint.recognise import CHECKPOINTS, LATEST, is_leftover, is_ours
 from shardwise.checkpoint.run_folder import manifest_lost, read_manifest, saved_in
 from shardwise.comm.protocol import Comm, Label
@@ -195,13 +196,16 @@ def _why_nothing(folder: Path) -> str:
     if checkpoints(folder / CHECKPOINTS):
         return f"the checkpoints of {folder} are in {folder / CHECKPOINTS}; resume that folder"
     paths = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
-    held = [p.name for p in paths if not is_leftover(p.name) and any(p.glob("*.safetensors"))]
-    if not held:
-        return ""
-    return (
-        f"{', '.join(held[:8])} in {folder} holds weights, and no manifest of a checkpoint, as "
-        "exports and folders of other programs do, or it was marked as broken. load() reads one"
+    held = [p.name for p in paths if not is_leftover(p.name) and _holds_weights(p)]
+    return "" if not held else (
+        f"{', '.join(held[:8])} in {folder} holds weights or pickles, and no manifest of a "
+        "checkpoint, as exports and folders of other programs do, or it was marked as broken. "
+        "load() reads safetensors, and `shardwise export` converts pickles of torch"
     )
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(p.suffix in (".safetensors", ".distcp", *OF_TORCH) for p in folder.glob("*"))
 
 
 def _mark(folder: Path, damaged: Collection[str], loaded: str) -> None:
