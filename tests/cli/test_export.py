@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,25 @@ def test_a_file_of_torch_becomes_a_folder(tmp_path: Path) -> None:
     assert exported.keys() <= states.keys()
     assert {value.dtype for value in exported.values()} == {torch.bfloat16}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain.pt"]
+
+
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+def test_one_of_several_files_of_a_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    write: Any = {"bin": torch.save, "safetensors": save_file}[suffix]
+    for number in (1, 2):
+        path = tmp_path / f"model-0000{number}-of-00002.{suffix}"
+        write({f"layer.{number}": torch.zeros(2)}, path)
+    assert export(path, tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert "is file 2 of 2 of one model, so the tensors of 1 other file would be missing" in error
+    assert not (tmp_path / "out").exists()
+    if suffix == "bin":
+        exec(error.partition("Python: ")[2].replace("DESTINATION", repr(str(tmp_path / "out"))))
+        assert tensors(tmp_path / "out", "model").keys() == {"layer.1", "layer.2"}
+    else:
+        assert f"shardwise export {tmp_path} DESTINATION" in error
 
 
 def test_dcp_there_and_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ FileFormat = Literal["hf", "dcp", "pt"]
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 MAX_SIZE = 1 << 62  # bytes
 PEFT = "base_model.model."  # begins the names in a model with an adapter
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})(\.[a-z]+)")  # as Hugging Face numbers files
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 
 
@@ -97,6 +98,7 @@ def run_export(source: Path, destination: Path, arguments: ExportArguments) -> N
     _check_options(arguments)
     source, destination = source.expanduser(), destination.expanduser()
     _check_destination(destination, arguments.options, arguments.file_format)
+    _check_not_a_part(source)
     with without_their_noise(), _as_checkpoint(source, destination, arguments) as path:
         if arguments.file_format == "dcp":
             _to_dcp(path, destination, arguments.options)
@@ -136,6 +138,26 @@ def _check_destination(destination: Path, options: ExportOptions, file_format: F
     Destination(
         destination.absolute(), file_format, options.with_optimizer, options.overwrite
     ).check()
+
+
+def _check_not_a_part(source: Path) -> None:
+    """Raises ``ConfigError`` for one of several files that are one model."""
+    match = _PART.fullmatch(source.name)
+    others = int(match[3]) - 1 if match and source.is_file() else 0
+    if not match or not others:
+        return
+    if source.suffix in OF_TORCH:
+        files = f"sorted(glob({str(source.with_name(match[1]))!r} + '-*-of-{match[3]}{match[4]}'))"
+        todo = (
+            "Convert all in Python: from glob import glob; from shardwise.convert.dcp_import "
+            f"import import_checkpoint; import_checkpoint({files}, DESTINATION)"
+        )
+    else:
+        todo = f"Name their folder: shardwise export {source.parent} DESTINATION"
+    raise ConfigError(
+        f"{source} is file {int(match[2])} of {int(match[3])} of one model, so the tensors of "
+        f"{plural(others, 'other file')} would be missing. Nothing was written. {todo}"
+    )
 
 
 def _is_torch_source(source: Path) -> bool:
