@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import main
 from shardwise.cli.bench import Bench, _rows
 from shardwise.integrations.side_by_side import Measured
 from shardwise.plan.forecast.candidate import Candidate
@@ -42,7 +43,7 @@ source = "made up"
 @forked
 def test_an_engine_is_measured_and_planned(nproc: int, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    picture, here = tmp_path / "bench.png", tmp_path / "here.toml"
+    picture, here = tmp_path / "bench.picture", tmp_path / "here.toml"
     here.write_text(HERE)
     options = [
         f"--machines={here}",
@@ -74,6 +75,17 @@ def test_an_engine_is_measured_and_planned(nproc: int, tmp_path: Path) -> None:
     assert row["planned_milliseconds"] > 0
     assert row["mfu"] == pytest.approx(row["flops_per_second"] / 1e11)
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("command", [["bench", "demo", "--plot"], ["doctor", "--output"]])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, str(tmp_path / "none" / "file")])
+    printed = capsys.readouterr()
+    assert (caught.value.code, printed.out) == (2, "")
+    assert f"the folder {tmp_path / 'none'} does not exist" in printed.err
 
 
 @forked

@@ -79,6 +79,24 @@ def test_what_accelerate_config_wrote_is_taken_over(
     assert "exists and is not replaced" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("base_model: llama\nmicro_batch_size: 2\n", "knows none of base_model, micro_batch_size"),
+        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 3\n", "fsdp_version"),
+    ],
+)
+def test_a_file_that_accelerate_has_not_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
+) -> None:
+    (tmp_path / "other.yaml").write_text(content, "utf-8")
+    arguments = ["init", tmp_path / "my.yaml", "--accelerate", tmp_path / "other.yaml", "--yes"]
+    with pytest.raises(SystemExit) as caught:
+        main([*map(str, arguments)])
+    assert (caught.value.code, (tmp_path / "my.yaml").exists()) == (1, False)
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--recipe", "--accelerate"])
 @pytest.mark.parametrize("content", [b"- a\n", b"{{: b", b"\xff\xfe"])
 def test_what_cannot_be_read_is_a_sentence(

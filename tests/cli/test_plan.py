@@ -109,7 +109,7 @@ def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "old.yaml exists" in error
     assert written.read_text() == "mine"
     code, _, error = plan(capsys, "nowhere", "--write", str(tmp_path / "none" / "new.yaml"))
-    assert code == 1  # and no model was looked for
+    assert code == 2  # and no model was looked for
     assert f"the folder {tmp_path / 'none'} does not exist" in " ".join(error.split())
 
 
@@ -302,6 +302,12 @@ def test_a_function_s_model_is_judged_by_its_own_outputs_and_inputs(
     assert "values" not in error
 
 
+def test_a_misspelled_recipe_has_its_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    ended, _, error = plan(capsys, "stdlib-lorra", "--gpus", "2 × L4")
+    assert ended == 1
+    assert "or a shipped one such as 'stdlib-lora'" in error
+
+
 def test_the_batch_of_a_function_s_model_is_in_what_its_input_has(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -323,5 +329,5 @@ def test_a_calibration_takes_no_model_and_needs_a_folder(
     assert code != 0
     assert "--calibrate takes no MODEL" in error
     code, _, error = plan(capsys, "--calibrate", str(tmp_path / "none" / "here.toml"))
-    assert code == 1
+    assert code == 2
     assert f"the folder {tmp_path / 'none'} does not exist" in error

@@ -42,8 +42,7 @@ def run_init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> Non
         raise ConfigError(f"{file} exists and is not replaced; name another file.")
     tree, _ = parse(path_of(recipe))
     if accelerate:
-        imported, _ = recipe_of(read(tree_of(accelerate, read_text(accelerate)), "accelerate"))
-        for key, value in flatten(imported).items():
+        for key, value in flatten(_imported(accelerate)).items():
             set_key(tree, key, value)
     address = next((one.address for one in reachable(interfaces())), "")
     for one in questions(flatten(tree), max(1, device_count()), address):
@@ -61,6 +60,20 @@ def run_init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> Non
         file.unlink()
         raise
     click.echo(f"wrote     {file}: {command}")
+
+
+def _imported(accelerate: Path) -> dict[str, Any]:
+    """What a recipe has of a file that ``accelerate config`` wrote."""
+    report = read(tree_of(accelerate, read_text(accelerate)), "accelerate")
+    given = {entry.key: entry.status for entry in report.entries if entry.status != "default"}
+    if given and {*given.values()} == {"ignored"}:
+        raise ConfigError(
+            f"{accelerate} is not what `accelerate config` wrote, which knows none of "
+            f"{', '.join([*given][:6])}. `shardwise convert-config {quote(str(accelerate))}` "
+            "reads other forms."
+        )
+    report.check()
+    return recipe_of(report)[0]
 
 
 def questions(known: Mapping[str, Any], devices: int, address: str) -> list[Question]:

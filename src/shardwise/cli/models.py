@@ -59,9 +59,9 @@ def named_model(name: str | None) -> Named:
     place, _, attribute = name.rpartition(":")
     if not (place and attribute):
         raise ConfigError(
-            f"{name!r} names no model. Pass a recipe (recipe.yaml), a folder with a config.json, "
-            "file.py:function, or package.module:function; a function returns a module, or a "
-            "module and its input."
+            f"{name!r} names no model. Pass a recipe (recipe.yaml, or a shipped one such as "
+            f"{nearest(name, shipped(), 1)[0]!r}), a folder with a config.json, file.py:function, "
+            "or package.module:function; a function returns a module, or a module and its input."
         )
     with _as_its_own_program(place):
         value = _attribute(place, attribute)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import click
 
+
+class FileToWrite(click.Path):
+    """A file that may not exist yet, in a folder that does: known before minutes of work."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Raises ``click.BadParameter``: it is a folder, or has none."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(
+                f"the folder {path.parent} does not exist. Make it, or name another file.",
+                param,
+                ctx,
+            )
+        return path
+
+
 PATH = click.Path(path_type=Path)
-FILE = click.Path(path_type=Path, dir_okay=False)  # which may not exist yet
+FILE = FileToWrite(path_type=Path, dir_okay=False)
 EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 COUNT = click.IntRange(min=1)
 NUMBER = click.IntRange(min=0)

@@ -133,7 +133,6 @@ def run_plan(
         raise ConfigError(f"{write} exists, and nothing was written. Name another file.")
     if write is not None:
         check_suffix(write)
-        _refuse_missing_folder(write)
     # What a model or a library prints as it is imported is not part of the answer.
     saying = working(f"planning {model}, which can take half a minute")
     with saying, without_their_noise(), redirect_stdout(sys.stderr):
@@ -159,7 +158,6 @@ def run_calibrate(path: Path, nproc: int) -> int:
     from shardwise.comm.machine.connect import connect
     from shardwise.doctor.calibrate import calibrate
 
-    _refuse_missing_folder(path)
     if read_launch(os.environ) is None and nproc > 1:
         start([sys.executable, "-m", "shardwise.cli", "plan", f"--calibrate={path}"], nproc)
         return 0
@@ -171,13 +169,6 @@ def run_calibrate(path: Path, nproc: int) -> int:
         machines = shlex.quote(str(path))
         click.echo(f"wrote {path}: plan with --machines {machines} --gpus {comm.size}x{HERE}")
     return 0
-
-
-def _refuse_missing_folder(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"the folder {path.parent} does not exist. Make it, or name another file."
-        )
 
 
 def answer(model: str, options: PlanOptions) -> tuple[Planned, Verdict]:

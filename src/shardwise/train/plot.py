@@ -119,4 +119,4 @@ def plot_engines(engines: Mapping[str, tuple[float, int]], title: str, path: Pat
     time.set_xlabel("ms a step")
     memory.barh(names, [engines[name][1] / 1e6 for name in names], color=VALIDATION)
     memory.set_xlabel("MB at most, all ranks")
-    figure.savefig(path)
+    figure.savefig(path, format="png")
