@@ -70,8 +70,7 @@ def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loade
     sharded._background.loaded_token = made.token if made else ""
     if made is None and comm.rank == 0:
         log.warning(
-            "%s has no manifest, so its bytes could not be checked; headers and sizes are "
-            "consistent",
+            "%s has no manifest, so its bytes could not be checked; headers and sizes were",
             checkpoint.source.folder,
         )
     return report
@@ -197,10 +196,11 @@ def _why_nothing(folder: Path) -> str:
         return f"the checkpoints of {folder} are in {folder / CHECKPOINTS}; resume that folder"
     paths = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
     held = [p.name for p in paths if not is_leftover(p.name) and _holds_weights(p)]
-    return "" if not held else (
-        f"{', '.join(held[:8])} in {folder} holds weights or pickles, and no manifest of a "
-        "checkpoint, as exports and folders of other programs do, or it was marked as broken. "
-        "load() reads safetensors, and `shardwise export` converts pickles of torch"
+    if not held:
+        return ""
+    return (
+        f"{', '.join(held[:8])} in {folder} holds weights and no manifest, as exports do, or was "
+        "marked as broken. load() reads safetensors; `shardwise export` converts pickles of torch"
     )
 
 

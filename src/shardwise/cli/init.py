@@ -63,7 +63,7 @@ def run_init(file: Path, recipe: str, accelerate: Path | None, yes: bool) -> Non
 
 
 def _imported(accelerate: Path) -> dict[str, Any]:
-    """What a recipe has of a file that ``accelerate config`` wrote."""
+    """The part of a recipe that ``accelerate config`` has written."""
     report = read(tree_of(accelerate, read_text(accelerate)), "accelerate")
     given = {entry.key: entry.status for entry in report.entries if entry.status != "default"}
     if given and {*given.values()} == {"ignored"}:
