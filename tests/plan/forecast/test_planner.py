@@ -226,6 +226,22 @@ def test_where_few_blocks_stand_for_all_only_they_are_trained(
     assert trained == {blocks}
 
 
+def after_a_hole(model: Blocks, x: Tensor) -> Tensor:
+    """In a heap the first blocks fill what ``repeat`` leaves, and later ones find it full."""
+    return in_order(model, x + x.repeat(30, 1).sum())
+
+
+@pytest.mark.parametrize(("kept", "blocks"), [(None, 4), (0.5, 10)])
+def test_holes_of_a_heap_tell_blocks_apart_only_where_there_is_a_heap(
+    kept: float | None, blocks: int, trained: set[int]
+) -> None:
+    question = question_of(after_a_hole)
+    accelerator = replace(question.machine.accelerator, kept=kept)
+    machine = replace(question.machine, accelerator=accelerator)
+    Planner(replace(question, machine=machine)).peak(Candidate("full_shard", 1))
+    assert trained == {blocks}
+
+
 def test_blocks_that_share_units_unless_they_are_recomputed(trained: set[int]) -> None:
     joined = {"wrap": automatic(joined_nbytes=3 * 4 * 256 * 1024 * 2)}
     planner = Planner(replace(question_of(in_order), arguments=joined))

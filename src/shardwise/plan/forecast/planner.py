@@ -246,10 +246,14 @@ class Planner:
         plainest = replace(self.question, loss=_no_loss, arguments={**arguments, **alone})
         plain, every = replace(candidate, recompute=0), replace(stack, period=1)
         few, whole = _Depth(plainest.model, every, every.depth), _Depth(plainest.model, None, 0)
+        in_a_heap = self.question.machine.accelerator.kept is not None
 
         def forward(depth: _Depth) -> StepWork:
             work = Planner(plainest)._work(plain, depth)
-            return replace(work, forward=work.forward[:-1])  # then the graph goes
+            spans = work.forward[:-1]  # then the graph goes
+            if not in_a_heap:  # which what was freed long before tells apart
+                spans = tuple(replace(span, freed=0, holes=0) for span in spans)
+            return replace(work, forward=spans)
 
         try:
             forward(few)  # which makes the tables that a process makes once
