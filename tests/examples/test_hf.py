@@ -50,19 +50,19 @@ def losses(folder: Path) -> list[float]:
 def with_their_line(program: Path, folder: Path) -> Path:
     """The program as it is for plain transformers, or TRL: the comment says how."""
     (ours,) = (line for line in program.read_text().splitlines() if "  # was: " in line)
-    plain = folder / program.name
-    plain.write_text(program.read_text().replace(ours, ours.partition("  # was: ")[2]))
-    return plain
+    theirs = folder / program.name
+    theirs.write_text(program.read_text().replace(ours, ours.partition("  # was: ")[2]))
+    return theirs
 
 
 def compared(program: str, folder: Path, *options: object) -> Path:
     """Run it on two ranks, and on one process with their line; the folder that ours wrote."""
-    sharded, plain = folder / "ours", folder / "theirs"
+    sharded, plain = folder / "sharded", folder / "plain"
     arguments = ("--model_name_or_path", tiny("llama", folder / "llama"), *options, *COMMON)
     batch = "--per_device_train_batch_size"
     torchrun(EXAMPLES / program, *arguments, "--output_dir", sharded, batch, 2, folder=folder)
-    plain = with_their_line(EXAMPLES / program, folder)
-    run(plain, *arguments, "--output_dir", plain, batch, 4, folder=folder)
+    theirs = with_their_line(EXAMPLES / program, folder)
+    run(theirs, *arguments, "--output_dir", plain, batch, 4, folder=folder)
     assert losses(sharded) == pytest.approx(losses(plain), rel=1e-4)
     assert len(losses(sharded)) == 3
     return sharded
