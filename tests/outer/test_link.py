@@ -6,7 +6,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -138,10 +138,10 @@ def test_workers_that_meet_begin_together() -> None:
             leader.admit(joining, [])
             assert link.next_message().kind == "welcome"
         met = pool.submit(leader.joining, 0, expected=True)
-        others[0].ready(forgets=False)
+        others[0].ready()
         begun = pool.submit(others[0].next_message)
         assert not wait([begun], 0.3).done
-        others[1].ready(forgets=False)
+        others[1].ready()
         assert begun.result(5).kind == others[1].next_message().kind == "go"
         assert met.result(5) is None
         assert leader.present == [0, 1, 2]
@@ -156,7 +156,7 @@ def test_who_leads_next_keeps_a_mean_that_has_come() -> None:
         assert leader.find("", first=False) == "lead"
         assert follower.find("", first=False) == "follow"
         admitted(leader)
-        follower.ready(forgets=False)
+        follower.ready()
         wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
         follower.send(Key("a", 0), b"follower")
         leader.send(Key("a", 0), b"leader's")
@@ -166,6 +166,112 @@ def test_who_leads_next_keeps_a_mean_that_has_come() -> None:
         assert follower.find("", first=False) == "lead"
         assert follower.joining(0, expected=False) is None
         assert follower.receive(Key("a", 0)) == b"leader's"
+
+
+def met(leader: Link, *followers: Link) -> None:
+    """All have begun."""
+    assert leader.find("", first=False) == "lead"
+    for link in followers:
+        assert link.find("", first=False) == "follow"
+        admitted(leader)
+        assert link.next_message().kind == "welcome"
+        link.ready()
+    assert leader.joining(0, expected=True) is None
+
+
+def test_who_leads_next_forms_the_mean_of_all_parts_that_were_sent_to_the_one_before() -> None:
+    """A part crosses a slow link after the word that its worker is ready."""
+    leader, *others = links = [link_of(place) for place in places_of(4)]
+    counts: list[int] = []
+
+    def form(_key: Key, parts: Sequence[bytes]) -> bytes:
+        counts.append(len(parts))
+        return parts[0]
+
+    with ExitStack() as stack:
+        for link in links:
+            stack.callback(link.close)
+            link._form_mean = form
+        met(leader, *others)
+        for link in others:
+            link.send(Key("a", 0), bytes(NBYTES))
+        leader.close()
+        for link in others:
+            wait_for(lambda link=link: not link.connected)  # type: ignore[misc]
+        met(*others)
+        for link in others:
+            assert link.receive(Key("a", 0)) == bytes(NBYTES)
+    assert counts == [3]
+
+
+def test_a_part_that_comes_after_the_lead_has_ended_forms_no_mean(
+    leader: Link, places: list[Place]
+) -> None:
+    """Else this worker would apply it alone, and beside the one that it follows then."""
+    connection = join(places[1])
+    admitted(leader)
+    send(connection, Message("ready", {}))
+    wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
+    leader.send(Key("a", 0), bytes(NBYTES))
+    (follower,) = leader._followers.values()
+    leaving = threading.Thread(target=leader.leave)
+    leaving.start()
+    wait_for(lambda: not leader.connected)
+    send(connection, Message("part", {"unit": "a", "update": 0}, bytes(NBYTES)))
+    connection.close()
+    follower._reader.join(10)
+    leaving.join(10)
+    assert leader.receive(Key("a", 0)) is None
+
+
+def test_a_worker_whose_leader_is_lost_before_it_is_ready_looks_for_another() -> None:
+    leader, follower = map(link_of, places_of(2))
+    with ExitStack() as stack:
+        for link in (leader, follower):
+            stack.callback(link.close)
+        assert leader.find("", first=False) == "lead"
+        assert follower.find("", first=False) == "follow"
+        admitted(leader)
+        leader.close()
+        wait_for(lambda: not follower.connected)
+        assert follower.next_message().kind == "welcome"
+        follower.ready()
+        assert follower.next_message().kind == "lost"
+
+
+def test_what_was_sent_before_a_state_is_nothing_also_where_its_leader_is_lost() -> None:
+    """The part is of another start. Who was sent half of the state may lead next."""
+    leader, follower = map(link_of, places_of(2))
+    with ExitStack() as stack:
+        for link in (leader, follower):
+            stack.callback(link.close)
+        follower.send(Key("a", 0), b"obsolete")
+        assert leader.find("", first=False) == "lead"
+        assert follower.find("", first=False) == "follow"
+        wait_for(lambda: bool(leader._joining))
+        joining = leader.joining(0, expected=False)
+        assert joining is not None
+        leader.admit(joining, [Message("state", {"unit": "a", "update": 0})])
+        assert follower.next_message().kind == "state"
+        leader.close()
+        wait_for(lambda: not follower.connected)
+        assert follower.find("", first=False) == "lead"
+        assert follower.joining(0, expected=False) is None
+        follower.send(Key("a", 0), b"the new.")
+        assert follower.receive(Key("a", 0)) == b"the new."
+
+
+def test_a_worker_that_comes_back_before_its_leader_has_heard_of_the_loss_is_not_refused(
+    leader: Link, places: list[Place]
+) -> None:
+    """A link was cut for a while: each end finds the silence at a time of its own."""
+    before = join(places[1])
+    admitted(leader)
+    back = join(places[1])
+    assert not back.poll(0.2)  # no word yet: neither taken, nor refused
+    before.close()
+    wait_for(lambda: bool(leader._joining))
+    back.close()
 
 
 def test_a_close_waits_for_the_last_mean_to_arrive() -> None:

@@ -43,6 +43,18 @@ def test_a_worker_that_comes_is_awaited_from_the_next_mean_on() -> None:
     assert of.missing(A1) == [1]
 
 
+def test_a_mean_awaits_the_leaders_part_and_all_that_were_present_then() -> None:
+    of = tally()
+    of.add(1, A0, b"1")  # it comes before the word that it is ready
+    assert of.take() == []
+    of.present.update((1, 2))
+    of.add(0, A0, b"0")
+    of.present.add(3)
+    assert of.missing(A0) == [2]
+    of.add(2, A0, b"2")
+    assert of.take() == [(A0, [b"0", b"1", b"2"])]
+
+
 def test_a_part_of_a_mean_that_was_formed_counts_no_more() -> None:
     of = tally()
     of.add(0, A0, b"0")

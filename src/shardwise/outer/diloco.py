@@ -35,7 +35,8 @@ from shardwise.errors import ConfigError, ScheduleError
 from shardwise.errors.arguments import checked
 from shardwise.outer import wire as wires
 from shardwise.outer.common_start import MOMENTUM, START, CommonStart
-from shardwise.outer.link import Joining, Link
+from shardwise.outer.link import Link
+from shardwise.outer.peer import Joining
 from shardwise.outer.place import Place
 from shardwise.outer.schedule import OuterSchedule
 from shardwise.outer.tally import Key
@@ -281,7 +282,6 @@ class DiLoCo:
 
     def _join(self) -> bool:
         """Follow the leader; ``False``: it was lost meanwhile."""
-        loaded = False
         while True:
             came: list[Message] = []
 
@@ -294,9 +294,8 @@ class DiLoCo:
                 self._in_flight.pop(
                     self._start.load(fields, came[0].payload if came else b""), None
                 )
-                loaded = True
             elif kind == "welcome" and self._link is not None:
-                self._link.ready(forgets=loaded)
+                self._link.ready()
             elif kind == "go":
                 self._start.step = max(self.steps, fields["step"])  # one that is ahead waits
                 return True

@@ -21,12 +21,11 @@ from functools import partial
 from multiprocessing import AuthenticationError
 from threading import Condition, Thread
 from time import monotonic, sleep
-from typing import NamedTuple
 
 from shardwise.comm.machine import peer_connection as wire
 from shardwise.comm.watchdog.waited import Waited
 from shardwise.errors import ConfigError, RanksDisagree
-from shardwise.outer.peer import Peer
+from shardwise.outer.peer import Joining, Peer
 from shardwise.outer.place import Place
 from shardwise.outer.tally import Key, Tally
 
@@ -36,13 +35,6 @@ SEARCH_INTERVAL = 5.0  # seconds between a leader's looks for another one
 log = logging.getLogger("shardwise")
 
 FormMean = Callable[[Key, Sequence[bytes]], bytes]
-
-
-class Joining(NamedTuple):
-    """A worker that asks to take part."""
-
-    peer: Peer
-    digest: str  # of its state
 
 
 class Link:
@@ -157,9 +149,6 @@ class Link:
         with self._changed:
             # A mean that has come, and is not applied yet, is the one that others apply.
             self._leads, self._tally = True, Tally(self._place.worker, self._means)
-            self._joining.clear()
-            for key, part in self._own.items():
-                self._tally.add(self._place.worker, key, part)
         Thread(target=self._search, name="shardwise-leader", daemon=True).start()
 
     def next_message(self) -> wire.Message:
@@ -173,19 +162,19 @@ class Link:
             if not self._inbox:
                 return wire.Message("lost", {})
             message = self._inbox.pop(0)
+            if (unit := message.fields.get("unit")) is not None:  # what it sent before is nothing
+                self._own = {key: part for key, part in self._own.items() if key.unit != unit}
         if message.kind == "refused":
             raise RanksDisagree(message.fields["reason"])
         return message
 
-    def ready(self, forgets: bool) -> None:
-        """This worker has the leader's state; ``forgets``: so what it sent before is nothing."""
+    def ready(self) -> None:
+        """This worker has the leader's state, and sends it what has no mean yet."""
         with self._changed:
-            assert self._leader is not None
-            if forgets:
-                self._own.clear()
-            self._leader.send(wire.Message("ready", {}))
-            for key, part in self._own.items():
+            for key, part in self._own.items():  # first: means are formed when all are ready
                 self._pass_on(key, part)
+            if self._leader is not None:
+                self._leader.send(wire.Message("ready", {}))
 
     def joining(self, step: int, expected: bool) -> Joining | None:
         """Start workers that are ready, and return one that waits to be admitted.
@@ -202,11 +191,15 @@ class Link:
         with self._changed:
             if self._joining:
                 return self._joining.pop(0)
+            if not self._leads:
+                return None
+            for key, part in self._own.items():  # it may have sent them to a leader before
+                self._tally.add(self._place.worker, key, part)
             for peer in self._ready:  # at once: who goes first could form a mean without the rest
                 self._tally.present.add(peer.worker)
                 peer.send(wire.Message("go", {"step": step}))
             self._ready.clear()
-            self._form()  # of parts that were sent to a leader before this one
+            self._form()
             return None
 
     def _unsettled(self) -> set[int]:
@@ -240,8 +233,7 @@ class Link:
             peers = [*self._followers.values(), *(joining.peer for joining in self._joining)]
             peers += filter(None, [self._leader])
             self._leads, self._leader = False, None
-            self._followers, self._joining, self._settled = {}, [], set()
-            self._ready.clear()
+            self._followers, self._settled, self._joining, self._ready = {}, set(), [], []
         for peer in peers:
             peer.close()
 
@@ -257,6 +249,8 @@ class Link:
 
     def _take(self, peer: Peer, message: wire.Message) -> None:
         with self._changed:
+            if peer not in (self._leader, self._followers.get(peer.worker)):  # since ``leave``
+                return
             if message.kind in ("part", "mean"):
                 key = Key(message.fields["unit"], message.fields["update"])
                 if len(message.payload) != (nbytes := self._nbytes_of_part[key.unit]):
@@ -330,7 +324,11 @@ class Link:
                 connection.close()
                 return
             worker = int(message.fields["worker"])
-            facts, is_there = message.fields["facts"], worker in self._followers
+            facts = message.fields["facts"]
+            with self._changed:  # it may have lost this leader, which has yet to hear of it
+                is_there = not self._changed.wait_for(
+                    lambda: worker not in self._followers, self._place.patience / 2
+                )
             if reason := self._place.refusal(worker, is_there, self._facts, facts):
                 self._answered.pop(worker, None)
                 wire.send(connection, wire.Message("refused", {"reason": reason}))

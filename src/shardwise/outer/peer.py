@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic, sleep
+from typing import NamedTuple
 
 from shardwise.comm.machine.peer_connection import Message, receive, send
 
@@ -96,6 +97,13 @@ class Peer:
             return self._outbox.get(timeout=self._interval)
         except Empty:
             return Message("alive", {})
+
+
+class Joining(NamedTuple):
+    """A worker that asks to take part."""
+
+    peer: Peer
+    digest: str  # of its state
 
 
 def _socket_of(connection: Connection) -> socket.socket:

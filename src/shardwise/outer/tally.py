@@ -1,7 +1,7 @@
 """The parts of means that have come, and those that are awaited. Pure.
 
-A mean is formed when every worker that was present at its first part has sent its own, or is lost.
-A worker that comes later gets that mean, and is awaited from the next one on.
+A mean is formed when every worker that was present at the leader's part has sent its own, or is
+lost. A worker that comes later gets that mean, and is awaited from the next one on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tally:
     """
 
     def __init__(self, own: int, formed: Iterable[Key] = ()) -> None:
-        self.present = {own}
+        self._own, self.present = own, {own}
         self._parts: dict[Key, dict[int, bytes]] = {}
         self._awaited: dict[Key, set[int]] = {}
         self._formed = dict(sorted(formed))  # unit → the update whose mean was formed last
@@ -39,7 +39,8 @@ class Tally:
         """Take a part; one that comes after its mean was formed counts no more."""
         if key.update <= self._formed.get(key.unit, -1):
             return
-        self._awaited.setdefault(key, set(self.present))
+        if worker == self._own:
+            self._awaited.setdefault(key, set(self.present))
         self._parts.setdefault(key, {})[worker] = part
 
     def drop(self, worker: int) -> None:
@@ -50,7 +51,7 @@ class Tally:
 
     def missing(self, key: Key) -> list[int]:
         """The workers whose part is awaited."""
-        return sorted(self._awaited.get(key, set()) - self._parts.get(key, {}).keys())
+        return sorted(self._awaited.get(key, {self._own}) - self._parts.get(key, {}).keys())
 
     def take(self) -> list[tuple[Key, list[bytes]]]:
         """The means that are due, with their parts in the order of workers. They are forgotten."""
