@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.config.prefetch import Prefetch
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast import observe, repeated
-from shardwise.plan.forecast.candidate import Candidate
+from shardwise.plan.forecast.candidate import OFFLOADS, Candidate, savings
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Forecast, Planner
 from shardwise.plan.forecast.question import Inputs, Question
@@ -72,6 +72,17 @@ def test_estimates_are_of_the_micro_batch_that_takes_most(strategy: str) -> None
         assert planner.peak(candidate).device == pytest.approx(whole.peak, rel=0.02), candidate
 
 
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_estimates_on_a_cpu_that_was_measured_are_of_the_process(recompute: int) -> None:
+    machine = question().machine
+    own = replace(machine.accelerator, device="cpu", kept=0.24, recomputing=10**8)
+    asked = replace(question(), machine=replace(machine, accelerator=own))
+    for offload in OFFLOADS:
+        planner, candidate = Planner(asked), Candidate("full_shard", 4, None, recompute, offload)
+        held = planner.forecast(candidate).memory.held(own)
+        assert sum(planner.peak(candidate)) == pytest.approx(held, rel=0.02)
+
+
 def test_what_a_recipe_has_written_is_judged_as_it_is() -> None:
     planner = Planner(question())
     plain, kept, late = (
@@ -79,6 +90,12 @@ def test_what_a_recipe_has_written_is_judged_as_it_is() -> None:
         for written in ((), (("unsharded", "model.layers.*"),), (("prefetch", Prefetch(0, 0)),))
     )
     assert kept > plain > late
+
+
+def test_units_that_a_recipe_keeps_unsharded_need_not_stay() -> None:
+    written = ("prefetch", Prefetch(0, 0)), ("unsharded", "model.layers.*")
+    fix = dict(savings(Candidate("full_shard", 1, written=written)))["no unit unsharded"]
+    assert fix.written == written[:1]
 
 
 def test_a_recipe_sets_all_that_was_chosen() -> None:

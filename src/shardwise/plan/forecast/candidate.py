@@ -137,8 +137,9 @@ def savings(chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
         yield f"{rows} row{'s' * (rows != 1)} at a time", replace(chosen, micro_batch=rows)
     if chosen.strategy != "full_shard":
         yield "strategy full_shard", replace(chosen, strategy="full_shard", mesh=None)
-    if chosen.unsharded:
-        yield "no unit unsharded", replace(chosen, unsharded=0.0)
+    written = tuple((name, value) for name, value in chosen.written if name != "unsharded")
+    if chosen.unsharded or written != chosen.written:
+        yield "no unit unsharded", replace(chosen, unsharded=0.0, written=written)
     if chosen.prefetch:
         yield "no prefetch", replace(chosen, prefetch=0)
     for offload in OFFLOADS:  # less of it saves host memory

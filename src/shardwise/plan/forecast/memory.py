@@ -154,12 +154,15 @@ class MemoryForecast:
         """Bytes at most of what is kept in host memory."""
         return max(moment.in_host for moment in self.moments)
 
+    def on_device(self, own: Accelerator) -> int:
+        """Bytes of tensors on ``own`` at most; of a CPU that was measured, those of a process."""
+        if own.kept is None:
+            return self.peak
+        return self.process(own.kept) + own.recomputing * self.heap.recomputes
+
     def held(self, own: Accelerator) -> int:
         """Bytes of ``own`` at most, without what is reserved."""
-        tensors = self.peak
-        if own.kept is not None:
-            tensors = self.process(own.kept) + own.recomputing * self.heap.recomputes
-        return tensors + self.in_host - own.beside(self.in_host)
+        return self.on_device(own) + self.in_host - own.beside(self.in_host)
 
     def filled(self, machine: Machine, ranks: int) -> float:
         """The part of memory that it fills: see ``Machine.filled``."""

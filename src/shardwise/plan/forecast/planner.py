@@ -195,14 +195,19 @@ class Planner:
         """Bytes at most on the device, and in host memory."""
         *_, (mode, _) = time.modes(self.question.micro_batches(candidate))  # has most gradients
         key = (*_drawn(candidate), candidate.prefetch, candidate.recompute, mode, depth.blocks)
-        work = self._work(candidate, depth)
+        work, own = self._work(candidate, depth), self.question.machine.accelerator
 
-        def make() -> EngineMoments:
+        def walked() -> MemoryForecast:
             blueprint = self._blueprint(candidate, depth)
-            given = blueprint, work.order, work, self.question.optimizer, mode
-            return EngineMoments.of(memory.forecast(*given), work)
+            return memory.forecast(blueprint, work.order, work, self.question.optimizer, mode)
 
-        return self._once(key, make).most(work)
+        def of_process() -> tuple[int, int]:
+            whole = walked()
+            return whole.on_device(own), whole.in_host
+
+        if own.kept is not None:  # a heap is more than the engine's bytes and activations
+            return self._once(("process", candidate.micro_batch, *key), of_process)
+        return self._once(key, lambda: EngineMoments.of(walked(), work)).most(work)
 
     def _time(self, candidate: Candidate, depth: _Depth) -> TimeForecast:
         question, times = self.question, self.question.micro_batches(candidate)
