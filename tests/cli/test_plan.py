@@ -226,6 +226,38 @@ def test_what_does_not_fit_has_fixes_that_were_computed(
     assert named["--lora r=16"]
 
 
+def test_what_a_recipe_could_change_is_named_by_its_keys(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    few, folder = machine_of(tmp_path, memory=300_000, host_memory=0), tiny("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 256, "head_dim": 64}))
+    keys = {"model": {"from": str(folder), "dtype": "bfloat16"}}
+    recipe, on = tmp_path / "own.yaml", ("--machines", str(few), "--gpus", "1xfew", "--json")
+    rest = {"data": {"source": str(tmp_path), "context": 32}, "batch": {"rows": 1, "micro": 1}}
+
+    def fixes(**more: Any) -> set[str]:
+        recipe.write_text(yaml.safe_dump({**keys, **rest, **more}))
+        named = {fix["change"] for fix in json.loads(plan(capsys, str(recipe), *on)[1])["fixes"]}
+        return {change for change in named if change.startswith(("adapter.", "model."))}
+
+    both = "adapter.rank: 16, model.quantization.bits: 4"
+    assert fixes() == {"adapter.rank: 16", both}
+    assert fixes(adapter={"rank": 4}) == {"model.quantization.bits: 4"}
+
+
+def test_shorter_rows_are_offered_with_as_many_rows_and_time_is_a_factor(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    few = machine_of(tmp_path, memory=500_000, host_memory=0)
+    one = ("--seq", "32", "--micro-batch", "1", "--global-batch", "64")
+    asked = (str(tiny("llama", tmp_path)), "--machines", str(few), "--gpus", "1xfew", *one)
+    out = plan(capsys, *asked)[1]
+    length, batch = map(int, re.findall(r"--seq (\d+) --global-batch (\d+)", out)[0])
+    assert batch == 2 * length < 64
+    assert re.search(r"; a token takes \d+\.\d\d × as long", out)
+
+
 def machine_of(folder: Path, **numbers: float) -> Path:
     entry = {"bf16": 1e12, "fp32": 1e12, "products": 1, "attention": 0.5, "bandwidth": 1e11}
     names = {"inside": "NVLink 4", "between": "NDR InfiniBand", "source": "none"}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import click
 import yaml
 
 from shardwise.cli.other_libraries import without_their_noise
-from shardwise.cli.planned import Planned, planned
+from shardwise.cli.planned import Planned, of_recipe, planned
 from shardwise.cli.progress import working
 from shardwise.comm.machine.environment import read_launch
 from shardwise.config.strategies import placement_of
@@ -31,6 +32,7 @@ from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.question import Question
 from shardwise.plan.forecast.verdict import Verdict
 from shardwise.recipe.read import set_key
+from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.shipped import check_suffix
 from shardwise.train.foresight import HERE
 
@@ -202,21 +204,31 @@ def _further(model: str, subject: Planned, options: PlanOptions) -> Iterator[Ser
     """Shorter rows, and adapters, where a model of transformers is trained whole or in 16 bits."""
     if subject.recipe is None:
         return
-    yield shorter(subject.question, subject.length)
-    if subject.chosen is not None or options.quantize:
+    yield shorter(subject.question, subject.length, options.global_batch is not None)
+    recipe = Recipe.model_validate(subject.recipe)
+    if recipe.model.source is None or recipe.model.quantization.bits:
         return
+    rank = recipe.adapter.rank
+    lora, between, nf4 = f"--lora r={RANK}", " ", "--quantize nf4"
+    if subject.chosen is not None:
+        lora, between, nf4 = f"adapter.rank: {RANK}", ", ", "model.quantization.bits: 4"
+    adapted = partial(_adapted, model, subject, options, rank or RANK)
+    if rank is None:
+        yield [(lora, adapted)]
+    yield [(nf4 if rank else f"{lora}{between}{nf4}", partial(adapted, "nf4"))]
 
-    def adapted(quantize: str | None) -> Question:
-        given = options.machine(), options.ranks
-        lora = options.rank_of_lora or RANK
-        of = planned(model, *given, length=subject.length, lora=lora, quantize=quantize)
-        return replace(of.question, rows=subject.question.rows)
 
-    lora = f"--lora r={RANK}"
-    if options.lora is None:
-        yield [(lora, lambda: adapted(None))]
-    nf4 = "--quantize nf4" if options.lora else f"{lora} --quantize nf4"
-    yield [(nf4, lambda: adapted("nf4"))]
+def _adapted(
+    model: str, subject: Planned, options: PlanOptions, rank: int, quantize: str | None = None
+) -> Question:
+    """Ask about it with adapters. Raises ``ConfigError``: a recipe's other keys do not go along."""
+    given = model, options.machine(), options.ranks
+    if subject.chosen is None:
+        of = planned(*given, length=subject.length, lora=rank, quantize=quantize)
+    else:
+        bits = {"model.quantization.bits": 4} if quantize else {}
+        of = of_recipe(*given, {"data.context": subject.length, "adapter.rank": rank, **bits})
+    return replace(of.question, rows=subject.question.rows)
 
 
 def _changed(chosen: Candidate, options: PlanOptions) -> Candidate:

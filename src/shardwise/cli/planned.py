@@ -65,7 +65,7 @@ def planned(
     """
     if name.endswith((".yaml", ".yml", ".toml")) or name in shipped():
         _refuse_changes(name, lora, quantize)
-        return _of_recipe(name, machine, ranks, length)
+        return of_recipe(name, machine, ranks, {"data.context": length} if length else {})
     path = Path(name)
     if path.name == "config.json" or (path / "config.json").is_file() or _is_of_a_hub(name):
         source = str(path.parent if path.is_file() else name)
@@ -100,10 +100,11 @@ def _refuse_changes(name: str, lora: int | None, quantize: str | None) -> None:
         )
 
 
-def _of_recipe(path: str, machine: Machine, ranks: int, length: int | None) -> Planned:
+def of_recipe(path: str, machine: Machine, ranks: int, changed: Mapping[str, int]) -> Planned:
+    """The recipe with ``changed`` keys. Raises ``ConfigError``: they do not go together."""
     from shardwise.train.question import chosen_by, model_of, question_of
 
-    recipe = read_recipe(path, [f"--data.context={length}"] if length else [])
+    recipe = read_recipe(path, [f"--{key}={value}" for key, value in changed.items()])
     keys, _ = parse(path_of(path))
     question = question_of(recipe, model_of(recipe), machine, ranks)
     return Planned(question, recipe.data.context, chosen_by(recipe), keys)

@@ -139,10 +139,19 @@ def _more_ranks(question: Question, chosen: Candidate) -> Iterator[Change]:
             yield name, partial(replace, question, machine=host, ranks=ranks)
 
 
-def shorter(question: Question, length: int) -> Series:
-    """Rows of fewer tokens; the model takes one tensor ``[rows, length]``."""
+def shorter(question: Question, length: int, tokens_asked: bool = False) -> Series:
+    """Return rows of fewer tokens, as many; the model takes one tensor ``[rows, length]``.
+
+    Args:
+        tokens_asked: ``--global-batch`` says how many a step has, so a fix has to say it, too.
+    """
+
+    def named(n: int) -> str:
+        batch = f" --global-batch {(question.rows or 0) * n}" if tokens_asked else ""
+        return f"rows of {n:,}: --seq {n}{batch}"
+
     lengths = [length * part // PARTS for part in range(PARTS - 1, 0, -1)]
-    return [(f"rows of {n:,}: --seq {n}", partial(_cut, question, n)) for n in lengths if n]
+    return [(named(n), partial(_cut, question, n)) for n in lengths if n]
 
 
 def _cut(question: Question, length: int) -> Question:

@@ -252,7 +252,7 @@ class Verdict:
         for change, peak, in_host, time, fits in self.fixes:
             total, says = _gb(peak + self.reserved), "fits" if fits else "does not fit"
             says += f", {_gb(in_host)} in host memory" if in_host else ""
-            yield f"  {change:<32} {total:>10}, {says}; time for a {counted} {time - 1:+.0%}"
+            yield f"  {change:<32} {total:>10}, {says}; a {counted} takes {_times(time)}"
 
     def _advice(self) -> Iterator[str]:
         if not self.advice:
@@ -274,10 +274,11 @@ class Verdict:
         if strategy == fastest[0]:
             waits = own.parts["exposed communication"] / own.seconds
             return f"computed: {'' if takes else 'and yet '}the fastest; {waits:.0%} of it waits"
-        slower = fastest[1].tokens_per_second / own.tokens_per_second - 1
-        if slower < 0.005:
+        times_as_long = fastest[1].tokens_per_second / own.tokens_per_second
+        if times_as_long < 1.005:
             return f"computed: as fast as {fastest[0]}"
-        return f"computed: {slower:.0%} slower than {fastest[0]}: more {_more(own, fastest[1])}"
+        more = _more(own, fastest[1])
+        return f"computed: takes {_times(times_as_long)} as {fastest[0]}: more {more}"
 
 
 def _more(slow: TimeForecast, fast: TimeForecast) -> str:
@@ -291,6 +292,10 @@ def _more(slow: TimeForecast, fast: TimeForecast) -> str:
 
 def _largest(parts: Mapping[str, float]) -> str:
     return max(parts, key=lambda part: parts[part])
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.2f} × as long"
 
 
 def _gb(nbytes: float) -> str:
