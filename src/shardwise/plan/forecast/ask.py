@@ -62,7 +62,8 @@ def plan(
         model: best on the meta device; it stays as it is.
         machine: devices of a host, such as ``"8xH100"``.
         inputs: rows of a micro-batch → positional and keyword arguments of the model's forward;
-            of tensors only shapes and dtypes matter.
+            of tensors only shapes and dtypes matter. Of a language model in rows of 2,048:
+            ``lambda rows: ((torch.zeros(rows, 2048, dtype=torch.int64),), {})``.
         hosts, link: how many there are, and what connects them: a name, or ``"400Gb/s"``.
         rows: of a step, over all ranks; ``None``: one micro-batch of each rank.
         optimizer: torch's, or bitsandbytes' with 8 bits; ``"momentum"``: SGD with it.
