@@ -312,6 +312,49 @@ def test_a_worker_that_returns_while_a_mean_is_on_its_way_gets_it() -> None:
     assert largest_difference(first, second) == 0
 
 
+def wait_for(some: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not some():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_leads_next_sends_what_was_due_before_it_came_since_others_wait_for_it() -> None:
+    """Worker 2 has sent a unit; worker 1 comes after that step; worker 0 is lost without a mean."""
+    away, sent, back = (threading.Event() for _ in range(3))
+    links: dict[int, Link] = {}
+
+    def run(worker: Worker) -> None:
+        net, sharded, optimizer = worker.model(torch.optim.SGD)
+        outer = worker.outer(sharded, optimizer, every=4, delay=1)  # the first is sent at step 1
+        links[worker.number] = outer._on_rank_0
+        if worker.number == 0:
+            sent.wait(20)
+            outer._start.step = 1  # and its own part was not sent
+            for some in (links[0]._joining, links[0]._ready):
+                wait_for(lambda some=some: some)  # type: ignore[misc]
+                outer._admit(expected=False)
+            back.wait(20)
+            outer.close()
+            return
+        if worker.number == 1:
+            outer.close()
+            away.set()
+            sent.wait(20)
+            outer = worker.outer(sharded, optimizer, every=4, delay=1)
+            back.set()
+        else:
+            away.wait(20)
+            wait_for(lambda: 1 not in links[0]._followers)
+            worker.steps(net, optimizer, outer, range(1))
+            sent.set()
+        assert outer.steps == 1
+        worker.steps(net, optimizer, outer, range(1, 5))
+        outer.close()
+
+    run_workers([1, 1, 1], run)
+
+
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_resumed_worker_continues_exactly(
     tmp_path: Path, optimizer_class: Callable[..., torch.optim.Optimizer]

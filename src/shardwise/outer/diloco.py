@@ -155,6 +155,8 @@ class DiLoCo:
         self._start.step += 1
         rounds = self.schedule.rounds(self.steps - 1)
         for unit in self.schedule.sent(self.steps):
+            if unit in self._in_flight:  # after a catch-up; its mean comes first
+                self._receive(unit)
             if self._start.updates[unit] <= rounds[unit]:  # else its mean came before this worker
                 self._send(unit)
         for unit in self.schedule.received(self.steps):
@@ -175,8 +177,6 @@ class DiLoCo:
     # ---- exchange ------------------------------------------------------------------------------
 
     def _send(self, unit: str) -> None:
-        if unit in self._in_flight:  # after a catch-up; its mean comes first
-            self._receive(unit)
         params = self._start.params(unit)
         with disable_torch_function():
             moved = [self._start.state(p)[START] - p.detach().float() for p in params]
@@ -195,6 +195,12 @@ class DiLoCo:
 
         run_on_rank_0(self._comm, f"sending {key}", send)
         self._in_flight[unit] = sent
+
+    def _send_overdue(self) -> None:
+        """Send what was due before this worker came: where it leads next, others wait for it."""
+        for unit, times in self.schedule.rounds(self.steps).items():
+            if self._start.updates[unit] < times and unit not in self._in_flight:
+                self._send(unit)
 
     def _receive(self, unit: str) -> None:
         """Wait for the mean of a unit that was sent, and apply it."""
@@ -273,6 +279,7 @@ class DiLoCo:
                 self._in_flight.clear()
                 return
             if role == "lead":
+                self._send_overdue()
                 self._admit(expected=True)
                 if first and len(present := self.workers) < self._number and self._comm.rank == 0:
                     log.warning("workers %s of %d are there and begin", present, self._number)
