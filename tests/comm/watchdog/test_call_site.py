@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.watchdog import call_site
-from shardwise.comm.watchdog.call_site import joint_call, user_call
+from shardwise.comm.watchdog.call_site import current_frames, joint_call, user_call
 from tests.fake import FakeComm
 
 
@@ -127,3 +129,35 @@ def test_a_call_that_ends_when_all_ranks_have_made_it_is_seen(
     program.start()
     seen = [joint_call(program.ident or 0) for _ in iter(program.is_alive, False)]
     assert any(seen) == is_joint
+
+
+# ---- garbage -------------------------------------------------------------------------------------
+
+
+def test_no_garbage_is_collected_while_stacks_are_read() -> None:
+    collections: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        if sys._getframe(1).f_code is current_frames.__code__:
+            collections.append(phase)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)  # so every allocation collects
+    try:
+        frames = [current_frames() for _ in range(50)]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert collections == []
+    assert gc.isenabled()
+    assert all(threading.get_ident() in each for each in frames)
+
+
+def test_where_no_garbage_is_collected_none_is_afterwards() -> None:
+    gc.disable()
+    try:
+        current_frames()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

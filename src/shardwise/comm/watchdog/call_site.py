@@ -1,17 +1,18 @@
 """The line of the user's program that a thread is at: what it called, and where.
 
-A collective is named by the engine's words, such as ``gather blocks.3``. Which line of the program
-led there is on the thread's stack, which is read when a report is written, and not before.
+It is on the thread's stack, which is read when a report is written, and not before.
 """
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import sys
 import sysconfig
 from pathlib import Path
 from traceback import walk_stack
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -32,12 +33,24 @@ _INSTALLED = tuple(
 )
 
 
+def current_frames() -> dict[int, FrameType]:
+    """The frame of each thread."""
+    # In Python 3.11, garbage that is collected meanwhile stops the process for good:
+    # https://github.com/python/cpython/issues/106883
+    collects = gc.isenabled()
+    gc.disable()
+    frames = sys._current_frames()
+    if collects:
+        gc.enable()
+    return frames
+
+
 def user_call(thread: int) -> str:
     """The outermost call of torch or shardwise: ``"`model.state_dict()` at train.py:41"``.
 
     ``""`` if ``thread`` is in none, or no program of the user's has called it.
     """
-    frames = walk_stack(sys._current_frames().get(thread))
+    frames = walk_stack(current_frames().get(thread))
     stack = [(frame.f_code.co_filename, line) for frame, line in frames]
     called = [
         depth
@@ -58,7 +71,7 @@ def activity() -> str:
 
 def stack_of(thread: int) -> str:
     """The calls of ``thread``, the outermost first: ``"my/train.py:41 main → …"``."""
-    frames = [*walk_stack(sys._current_frames().get(thread))][:16]  # the innermost
+    frames = [*walk_stack(current_frames().get(thread))][:16]  # the innermost
     return " → ".join(
         f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line} {frame.f_code.co_name}"
         for frame, line in reversed(frames)
@@ -67,7 +80,7 @@ def stack_of(thread: int) -> str:
 
 def joint_call(thread: int) -> bool:
     """Is ``thread`` in a call of torch that ends at once when all ranks have made it?"""
-    frame: Any = sys._current_frames().get(thread)
+    frame: Any = current_frames().get(thread)
     code = frame and frame.f_code
     if not (code and code.co_name in _JOINT and code.co_filename.startswith(_TORCH)):
         return False
