@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,5 +160,18 @@ def test_where_no_garbage_is_collected_none_is_afterwards() -> None:
     try:
         current_frames()
         assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_stacks_that_were_read_keep_nothing_alive() -> None:
+    def call() -> weakref.ref[nn.Module]:
+        local = nn.Linear(1, 1)
+        current_frames()
+        return weakref.ref(local)
+
+    gc.disable()
+    try:
+        assert call()() is None
     finally:
         gc.enable()

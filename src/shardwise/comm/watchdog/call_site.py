@@ -39,10 +39,11 @@ def current_frames() -> dict[int, FrameType]:
     # https://github.com/python/cpython/issues/106883
     collects = gc.isenabled()
     gc.disable()
-    frames = sys._current_frames()
-    if collects:
-        gc.enable()
-    return frames
+    try:
+        return sys._current_frames()  # in no variable, or this frame would hold itself
+    finally:
+        if collects:
+            gc.enable()
 
 
 def user_call(thread: int) -> str:
