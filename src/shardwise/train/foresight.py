@@ -144,7 +144,7 @@ class RunPlan:
         return self.here.machine.accelerator.device == "cpu"
 
     def _host(self, moment: Moment) -> int:
-        return moment.in_host - self.here.machine.accelerator.beside(moment.in_host)
+        return self.here.machine.accelerator.within(moment.in_host)
 
     @property
     def rate(self) -> float | None:
@@ -154,8 +154,7 @@ class RunPlan:
     @property
     def peak(self) -> int:
         """Bytes of tensors at most on the device."""
-        own = self.here.machine.accelerator
-        return self.memory.peak + self.memory.in_host - own.beside(self.memory.in_host)
+        return self.memory.peak + self.here.machine.accelerator.within(self.memory.in_host)
 
     def beside(self, moments: Sequence[Sequence[Any]]) -> list[tuple[int | None, int | None]]:
         """Bytes of the engine and of all, as planned, at each moment of a recorded step.

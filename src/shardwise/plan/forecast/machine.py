@@ -104,9 +104,13 @@ class Accelerator:
     recomputing: int = 0
     host_memory: float = 1e12
 
+    def within(self, in_host: Bytes) -> Bytes:
+        """Bytes of host memory that are the device's own: a CPU's are."""
+        return in_host * (self.device == "cpu")
+
     def beside(self, in_host: Bytes) -> Bytes:
-        """Bytes of host memory that are beside the device: a CPU's are its own."""
-        return in_host * (self.device != "cpu")
+        """Bytes of host memory that are beside the device."""
+        return in_host - self.within(in_host)
 
     def peak(self, precision: str) -> float:
         """FLOP/s that the vendor promises.

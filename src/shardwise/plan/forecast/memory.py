@@ -162,7 +162,7 @@ class MemoryForecast:
 
     def held(self, own: Accelerator) -> int:
         """Bytes of ``own`` at most, without what is reserved."""
-        return self.on_device(own) + self.in_host - own.beside(self.in_host)
+        return self.on_device(own) + own.within(self.in_host)
 
     def filled(self, machine: Machine, ranks: int) -> float:
         """The part of memory that it fills: see ``Machine.filled``."""

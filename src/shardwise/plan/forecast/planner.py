@@ -122,8 +122,8 @@ class Planner:
     def peak(self, candidate: Candidate) -> Peak:
         """Estimate its memory."""
         device, in_host = self._line(candidate, partial(self._peaks, candidate))
-        beside = self.question.machine.accelerator.beside(in_host)
-        return Peak(device + in_host - beside, beside)
+        own = self.question.machine.accelerator
+        return Peak(device + own.within(in_host), own.beside(in_host))
 
     def activations(self, candidate: Candidate) -> float:
         """Bytes of activations at most: less than any strategy takes."""

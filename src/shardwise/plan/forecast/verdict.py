@@ -207,7 +207,7 @@ class Verdict:
     def _memory(self) -> Iterator[str]:
         yield f"peak of a rank, while {self.best.memory.at_peak}:"
         memory: MemoryForecast = self.best.memory
-        own = memory.in_host - self.in_host
+        own = self.machine.accelerator.within(memory.in_host)
         more = {
             "offloaded": own,
             "freed and kept": self.peak - self.reserved - memory.peak - own,
