@@ -147,27 +147,6 @@ def test_workers_that_meet_begin_together() -> None:
         assert leader.present == [0, 1, 2]
 
 
-def test_who_leads_next_keeps_a_mean_that_has_come() -> None:
-    """The leader had all parts, applied their mean, and left before this worker had applied it."""
-    leader, follower = map(link_of, places_of(2))
-    with ExitStack() as stack:
-        for link in (leader, follower):
-            stack.callback(link.close)
-        assert leader.find("", first=False) == "lead"
-        assert follower.find("", first=False) == "follow"
-        admitted(leader)
-        follower.ready()
-        wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
-        follower.send(Key("a", 0), b"follower")
-        leader.send(Key("a", 0), b"leader's")
-        assert leader.receive(Key("a", 0)) == b"leader's"
-        leader.close()
-        wait_for(lambda: not follower.connected)
-        assert follower.find("", first=False) == "lead"
-        assert follower.joining(0, expected=False) is None
-        assert follower.receive(Key("a", 0)) == b"leader's"
-
-
 def met(leader: Link, *followers: Link) -> None:
     """All have begun."""
     assert leader.find("", first=False) == "lead"
@@ -177,6 +156,23 @@ def met(leader: Link, *followers: Link) -> None:
         assert link.next_message().kind == "welcome"
         link.ready()
     assert leader.joining(0, expected=True) is None
+
+
+def test_who_leads_next_keeps_a_mean_that_has_come() -> None:
+    """The leader had all parts, applied their mean, and left before this worker had applied it."""
+    leader, follower = map(link_of, places_of(2))
+    with ExitStack() as stack:
+        for link in (leader, follower):
+            stack.callback(link.close)
+        met(leader, follower)
+        follower.send(Key("a", 0), b"follower")
+        leader.send(Key("a", 0), b"leader's")
+        assert leader.receive(Key("a", 0)) == b"leader's"
+        leader.close()
+        wait_for(lambda: not follower.connected)
+        assert follower.find("", first=False) == "lead"
+        assert follower.joining(0, expected=False) is None
+        assert follower.receive(Key("a", 0)) == b"leader's"
 
 
 def test_who_leads_next_forms_the_mean_of_all_parts_that_were_sent_to_the_one_before() -> None:
