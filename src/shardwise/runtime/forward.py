@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from shardwise.comm.watchdog.call_site import current_frames
+from shardwise.comm.watchdog.call_site import uncollected
 from shardwise.config.precision import Precision
 from shardwise.errors import RanksDisagree, ScheduleError, ShardUseError
 from shardwise.memory.sharding import Sharding, sharding_of
@@ -341,7 +341,8 @@ def _goes_on(call: FrameType) -> bool:
     # Of this thread as a rule; the stacks of other threads change while they are read.
     if _is_on(sys._getframe(), call):
         return True
-    return any(_is_on(stack, call) for stack in current_frames().values())
+    with uncollected():
+        return any(_is_on(stack, call) for stack in sys._current_frames().values())
 
 
 def _is_on(stack: FrameType | None, call: FrameType) -> bool:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.watchdog import call_site
-from shardwise.comm.watchdog.call_site import current_frames, joint_call, user_call
+from shardwise.comm.watchdog.call_site import joint_call, stack_of, user_call
 from tests.fake import FakeComm
 
 
@@ -135,30 +136,31 @@ def test_a_call_that_ends_when_all_ranks_have_made_it_is_seen(
 # ---- garbage -------------------------------------------------------------------------------------
 
 
-def test_no_garbage_is_collected_while_stacks_are_read() -> None:
+@pytest.mark.parametrize("read", [user_call, stack_of])
+def test_no_garbage_is_collected_while_stacks_are_read(read: Callable[[int], Any]) -> None:
     collections: list[str] = []
 
     def note(phase: str, _: object) -> None:
-        if sys._getframe(1).f_code is current_frames.__code__:
+        if sys._getframe(1).f_code is walk_stack.__code__:
             collections.append(phase)
 
     thresholds = gc.get_threshold()
     gc.callbacks.append(note)
     gc.set_threshold(1)  # so every allocation collects
     try:
-        frames = [current_frames() for _ in range(50)]
+        for _ in range(50):
+            read(threading.main_thread().ident or 0)
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(note)
     assert collections == []
     assert gc.isenabled()
-    assert all(threading.get_ident() in each for each in frames)
 
 
 def test_where_no_garbage_is_collected_none_is_afterwards() -> None:
     gc.disable()
     try:
-        current_frames()
+        stack_of(threading.get_ident())
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -167,7 +169,8 @@ def test_where_no_garbage_is_collected_none_is_afterwards() -> None:
 def test_stacks_that_were_read_keep_nothing_alive() -> None:
     def call() -> weakref.ref[nn.Module]:
         local = nn.Linear(1, 1)
-        current_frames()
+        assert stack_of(threading.get_ident())
+        user_call(threading.get_ident())
         return weakref.ref(local)
 
     gc.disable()

@@ -10,9 +10,12 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from traceback import walk_stack
-from types import FrameType
+from types import CodeType
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +24,7 @@ import torch
 _PATHS = sysconfig.get_paths()
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _SHARDWISE = f"{Path(__file__).parents[2]}{os.sep}"
+_reading = Lock()  # or one thread would let garbage be collected where another still reads
 #: What ``activity()`` asks, while it lives.
 active: WeakSet[Any] = WeakSet()
 # They call the user's program, which calls torch again.
@@ -33,17 +37,27 @@ _INSTALLED = tuple(
 )
 
 
-def current_frames() -> dict[int, FrameType]:
-    """The frame of each thread."""
-    # In Python 3.11, garbage that is collected meanwhile stops the process for good:
-    # https://github.com/python/cpython/issues/106883
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()  # in no variable, or this frame would hold itself
-    finally:
-        if collects:
-            gc.enable()
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected in here, where the stacks of other threads are read."""
+    # In Python 3.11 a collection beside ``sys._current_frames()`` stops the process for good
+    # (https://github.com/python/cpython/issues/106883), and beside ``f_back``, which makes an
+    # object for the frame, it lets the other thread leave that frame meanwhile.
+    with _reading:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
+def _stack(thread: int) -> list[tuple[CodeType, int]]:
+    """The code and the line of each call of ``thread``, the innermost first."""
+    with uncollected():
+        frames = walk_stack(sys._current_frames().get(thread))
+        return [(frame.f_code, line) for frame, line in frames]
 
 
 def user_call(thread: int) -> str:
@@ -51,8 +65,7 @@ def user_call(thread: int) -> str:
 
     ``""`` if ``thread`` is in none, or no program of the user's has called it.
     """
-    frames = walk_stack(current_frames().get(thread))
-    stack = [(frame.f_code.co_filename, line) for frame, line in frames]
+    stack = [(code.co_filename, line) for code, line in _stack(thread)]
     called = [
         depth
         for depth, (file, _) in enumerate(stack)
@@ -72,19 +85,19 @@ def activity() -> str:
 
 def stack_of(thread: int) -> str:
     """The calls of ``thread``, the outermost first: ``"my/train.py:41 main → …"``."""
-    frames = [*walk_stack(current_frames().get(thread))][:16]  # the innermost
     return " → ".join(
-        f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line} {frame.f_code.co_name}"
-        for frame, line in reversed(frames)
+        f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line} {code.co_name}"
+        for code, line in reversed(_stack(thread)[:16])  # the innermost
     )
 
 
 def joint_call(thread: int) -> bool:
     """Is ``thread`` in a call of torch that ends at once when all ranks have made it?"""
-    frame: Any = current_frames().get(thread)
-    code = frame and frame.f_code
-    if not (code and code.co_name in _JOINT and code.co_filename.startswith(_TORCH)):
-        return False
-    group, tensor = (frame.f_locals.get(name) for name in ("group", "tensor"))
+    with uncollected():
+        frame: Any = sys._current_frames().get(thread)
+        code = frame and frame.f_code
+        if not (code and code.co_name in _JOINT and code.co_filename.startswith(_TORCH)):
+            return False
+        group, tensor = (frame.f_locals.get(name) for name in ("group", "tensor"))
     nbytes = 0 if tensor is None else tensor.nbytes
     return nbytes < 2**20 and group in (None, torch.distributed.group.WORLD)
