@@ -32,7 +32,7 @@ from shardwise.comm.transports.backend import BackendComm
 from shardwise.comm.transports.gloo import GlooComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.comm.transports.shared_memory import SharedMemoryComm
-from shardwise.comm.transports.transport import IMMEDIATE
+from shardwise.comm.transports.transport import IMMEDIATE, end_group
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.comm.laws import sum_of
 from tests.copies import error_text
@@ -116,7 +116,7 @@ def test_who_serves_the_store_waits_until_the_others_have_read_why_it_closed(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent_has_it)
     monkeypatch.setattr(connect_module, "_comm", lambda *given: given[3])
     shutdown: Any = connect("cpu")
-    assert (shutdown.linger, shutdown.callback) == (seconds, dist.destroy_process_group)
+    assert (shutdown.linger, shutdown.callback.func) == (seconds, end_group)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

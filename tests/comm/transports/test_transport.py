@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shardwise.comm.protocol import Label
 from shardwise.comm.transports.messages import MessagesComm
-from shardwise.comm.transports.transport import IMMEDIATE, Shutdown
+from shardwise.comm.transports.transport import IMMEDIATE, Shutdown, end_group
 from shardwise.comm.watchdog.desync import Collective
 from shardwise.errors import ConfigError, RanksDisagree
 
@@ -132,3 +134,15 @@ def test_the_order_of_facts_does_not_matter() -> None:
     one.agree({"a": "1", "b": "2"})
     other.agree({"b": "2", "a": "1"})
     assert one.texts == other.texts
+
+
+def test_a_group_that_the_program_has_ended_is_left_alone() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    end_group(group)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    end_group(group)
+    assert dist.is_initialized()  # the program's next group
+    end_group(dist.group.WORLD)
+    assert not dist.is_initialized()

@@ -29,7 +29,7 @@ from shardwise.comm.transports.backend import BackendComm
 from shardwise.comm.transports.gloo import GlooComm
 from shardwise.comm.transports.local import LocalComm
 from shardwise.comm.transports.shared_memory import shared_memory
-from shardwise.comm.transports.transport import IMMEDIATE, Shutdown, axis_name
+from shardwise.comm.transports.transport import IMMEDIATE, Shutdown, axis_name, end_group
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 
@@ -71,7 +71,7 @@ def connect(
     if launch.size == 1:  # programs call torch.distributed at any number of ranks
         name = load_backend(accelerator).name
         dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
-        return LocalComm(this_device, Shutdown(callback=dist.destroy_process_group))
+        return LocalComm(this_device, Shutdown(callback=partial(end_group, dist.group.WORLD)))
     launch, is_first = on_one_host(launch, os.environ), launch.rank == 0
     choose_interface(accelerator, own_endpoint(launch, os.environ) if is_first else launch.address)
     backend, open_axes = load_backend(accelerator), partial(_new_axes, this_device.type, timeout)
@@ -83,7 +83,7 @@ def connect(
         assert dist.group.WORLD is not None  # it was created above
         shutdown = Shutdown(
             LINGER if serves else 0.0,
-            dist.destroy_process_group,
+            partial(end_group, dist.group.WORLD),
             open_axes=partial(open_axes, transport),
             failure=meeting.failure,
         )

@@ -40,7 +40,14 @@ from shardwise.comm.protocol import (
     rows_of,
 )
 from shardwise.comm.transports.gloo import close_connections, is_closed
-from shardwise.comm.transports.transport import IMMEDIATE, Group, Shutdown, Transfer, noop
+from shardwise.comm.transports.transport import (
+    IMMEDIATE,
+    Group,
+    Shutdown,
+    Transfer,
+    end_group,
+    noop,
+)
 from shardwise.comm.watchdog.desync import Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog, weakly
 
@@ -153,7 +160,7 @@ class BackendComm(Group):
         if aborts:  # peers have read why by now
             self._interrupt()
         if self._reduce_group is not self._gather_group:
-            dist.destroy_process_group(self._reduce_group)
+            end_group(self._reduce_group)
 
     def _finish(self, is_idle: Callable[[], bool]) -> None:
         """Wait until the device has finished all collectives, or raise what the watchdog finds."""

@@ -14,10 +14,12 @@ import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.pages import pages
@@ -83,6 +85,13 @@ class Shutdown(NamedTuple):
 
 
 IMMEDIATE = Shutdown()
+
+
+def end_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy it, unless the program has: ``dist.destroy_process_group()`` ends every group."""
+    with suppress(ValueError):
+        dist.destroy_process_group(group)
+
 
 _numbers = itertools.count()
 _open: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()  # oldest first
