@@ -85,7 +85,7 @@ def exchange_edges(comm: Comm, files: Sequence[Segments]) -> None:
         for number, move in mine:
             begin, at[move.source] = at[move.source], at[move.source] + move.stop - move.start
             if move.source == comm.rank:
-                sent += files[number].between(move.start, move.stop)
+                sent += (one.to(full) for one in files[number].between(move.start, move.stop))
             if move.writer == comm.rank:
                 place = full[move.source, begin : at[move.source]]
                 received.setdefault(number, []).append(_Segment(move.start, move.stop, place))
