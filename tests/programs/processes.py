@@ -21,9 +21,11 @@ from shardwise.checkpoint.collectives import all_gather_object
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.errors import ShardwiseError
+from shardwise.torch_internals import tree_map_only
 
 DIVERGED = 1e8  # a run is compared until a number is larger
 ROWS = 12  # of a batch: as many for each of 1, 2, 3 and 4 ranks
+CPU = torch.device("cpu")
 Losses = Tensor | tuple[Tensor, ...]
 
 
@@ -46,6 +48,7 @@ class Process:
         world: number of ranks.
         comm: of a sharded run.
         seen: everything that is compared, in order.
+        device: that of the model and of its batches.
     """
 
     parts: tuple[int, ...]
@@ -54,16 +57,19 @@ class Process:
     seen: list[Any] = field(default_factory=list)
     handles: dict[nn.Module, sw.Sharded] = field(default_factory=dict)
     folder: Path = Path()
+    device: torch.device = CPU
 
     def shard(self, net: nn.Module, **options: Any) -> nn.Module:
-        """Shard ``net`` in place, in a sharded run."""
-        if self.comm is not None:
-            self.handles[net] = sw.shard(net, comm=self.comm, **options)
+        """Shard ``net`` in place, in a sharded run; move it to the device."""
+        if self.comm is None:
+            return net.to(self.device)
+        self.handles[net] = sw.shard(net, comm=self.comm, **options)
         return net
 
     def batch(self, step: float, width: int) -> Tensor:
         """``[ROWS, width]`` in float64, the same on every rank."""
-        return (torch.arange(ROWS * width).double().reshape(ROWS, width) * 0.37 + step).cos()
+        values = (torch.arange(ROWS * width).double().reshape(ROWS, width) * 0.37 + step).cos()
+        return values.to(self.device)
 
     def backward(self, losses: Callable[[Tensor], Losses], batch: Tensor) -> None:
         """Run the backward pass of each loss of each part of the batch; see the mean losses."""
@@ -90,7 +96,7 @@ class Process:
         return [one for each in all_gather_object(self.comm, values, "values") for one in each]
 
     def see(self, what: str, value: Any) -> None:
-        self.seen.append((what, value))
+        self.seen.append((what, tree_map_only(Tensor, Tensor.cpu, value)))
 
     def see_weights(self, net: nn.Module) -> None:
         self.see("weights", {name: value.clone() for name, value in net.state_dict().items()})
