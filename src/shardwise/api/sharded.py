@@ -126,11 +126,8 @@ class Sharded:
             partial(self._hooks.check_idle, "an optimizer stepped"),
             self._background.before_update,
         ]
-        updated = self.runtime.expect_update
-        own_ids = frozenset(self._places)
-        self._optimizer_hooks = OptimizerHooks(
-            own_ids, updated, self._idle, self.comm, trained_by_others
-        )
+        own = frozenset(self._places), self.runtime.expect_update, self._idle, self.comm
+        self._optimizer_hooks = OptimizerHooks(*own, trained_by_others)
         self._state = StateHooks(self._hooks.registered, self.buckets, self._state_asked)
         self._attach()
 

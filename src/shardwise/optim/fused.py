@@ -47,9 +47,7 @@ class AdamWPolicy:
     def __post_init__(self) -> None:
         check_numbers(self, "lr", "eps", "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                f"betas are {self.betas}; each must be in [0, 1), as in (0.9, 0.999)."
-            )
+            raise ConfigError(f"betas are {self.betas}; each must be in [0, 1), as (0.9, 0.999).")
 
 
 def check_numbers(policy: Policy, *names: str) -> None:

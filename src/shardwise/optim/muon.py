@@ -237,15 +237,12 @@ class Muon(FlatOptimizer):
 
 
 def through_owners(
-    parts: Sequence[Tensor],
-    exchange: Exchange,
-    comm: Comm,
-    compute: Callable[[int, Tensor], Tensor],
+    held: Sequence[Tensor], exchange: Exchange, comm: Comm, compute: Callable[[int, Tensor], Tensor]
 ) -> list[Tensor]:
     """Compute with whole matrices, each on its owner. Two collectives.
 
     Args:
-        parts: this rank's part of each matrix, flat, all of one dtype.
+        held: this rank's part of each matrix, flat, all of one dtype.
         compute: from a matrix's position and values, ``[rows, columns]``, which it may overwrite,
             to as many values of the same dtype.
 
@@ -255,16 +252,16 @@ def through_owners(
     matrices, mine = exchange.matrices, exchange.owned(comm.rank)
     each = [(rank, at) for rank in range(comm.size) for at in mine]
     # 1. Every matrix to its owner.
-    sent = _packed([parts[at] for at in exchange.order], comm, parts[0])
+    sent = _packed([held[at] for at in exchange.order], comm, held[0])
     received = comm.all_to_all(sent, exchange.to_owners, Label("orthogonalize", "averages"))
-    wholes = {at: parts[0].new_empty(matrices[at].shape) for at in mine}
+    wholes = {at: held[0].new_empty(matrices[at].shape) for at in mine}
     pieces = received.split([matrices[at].held(rank) for rank, at in each])
     for (rank, at), piece in zip(each, pieces, strict=True):
         wholes[at].view(-1)[slice(*matrices[at].parts[rank])] = piece
     # 2. Compute.
     results = {at: compute(at, whole).reshape(-1) for at, whole in wholes.items()}
     # 3. The results to those who hold the matrices.
-    sent = _packed([results[at][slice(*matrices[at].parts[r])] for r, at in each], comm, parts[0])
+    sent = _packed([results[at][slice(*matrices[at].parts[r])] for r, at in each], comm, held[0])
     received = comm.all_to_all(sent, exchange.back, Label("orthogonalize", "updates"))
     own = received.split([matrices[at].held(comm.rank) for at in exchange.order])
     by_position = dict(zip(exchange.order, own, strict=True))
@@ -285,9 +282,8 @@ def _average(
     flats: Mapping[int, Tensor],
 ) -> None:
     """Update momentum, as torch does, and write what is to be orthogonalised to ``flats``."""
-    for gradient, momentum, (at, start) in zip(
-        gradients, call.state[MOMENTUM], call.places, strict=True
-    ):
+    each = zip(gradients, call.state[MOMENTUM], call.places, strict=True)
+    for gradient, momentum, (at, start) in each:
         if scale is not None:
             gradient.div_(scale)
         momentum.lerp_(gradient, 1 - group["momentum"])

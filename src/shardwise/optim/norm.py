@@ -57,7 +57,7 @@ def clip_gradients(
     """
     if not (norm_type > 0 and max_norm >= 0):
         raise ConfigError(
-            f"max_norm ({max_norm}) must be at least 0, and norm_type ({norm_type}) above 0."
+            f"max_norm={max_norm} must be at least 0 and norm_type={norm_type} above 0."
         )
     with disable_torch_function():
         parts = (part for place in places for part in _parts(place))

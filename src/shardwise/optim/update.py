@@ -99,21 +99,19 @@ class Update:
 
 
 def decide(
-    states: Sequence[FlatState],
-    keys: Sequence[Sequence[Key | None]],
-    names: Sequence[Sequence[str]],
+    flats: Sequence[FlatState], keys: Sequence[Sequence[Key | None]], names: Sequence[Sequence[str]]
 ) -> Update:
     """The step.
 
     Args:
-        states: the slots to update, by bucket.
+        flats: the slots to update, by bucket.
         keys: of these slots; ``None`` for one without a gradient.
         names: the names of the state that each parameter group has.
     """
     calls: dict[tuple[torch.dtype, int, bool], Call] = {}
     views, ranks = list[Views | None](), list[int]()
     params, counted = list[nn.Parameter](), list[Tensor | None]()
-    for at, (state, of_slots) in enumerate(zip(states, keys, strict=True)):
+    for at, (state, of_slots) in enumerate(zip(flats, keys, strict=True)):
         spec = state.bucket.spec
         of_bucket = runs(state.ranges, of_slots, spec.piece_numel)
         for run in of_bucket:

@@ -298,12 +298,11 @@ def specs_of(
     groups: dict[Any, list[Member]] = {}
     for member in unit.members:
         param = member.param
-        dtypes = options.precision.of(
-            param.dtype, param.requires_grad, options.precision.keeps(member.name)
-        )
+        keeps, trains = options.precision.keeps(member.name), param.requires_grad
+        dtypes = options.precision.of(param.dtype, trains, keeps)
         parts = {"block": None, "layer": member.name.rpartition(".")[0], "none": member.name}
         part = parts[options.bucketing]
-        groups.setdefault((dtypes, param.requires_grad, part), []).append(member)
+        groups.setdefault((dtypes, trains, part), []).append(member)
     return [
         BucketSpec(
             unit.name,

@@ -8,8 +8,8 @@ only after a registration. Values of ``state_dict()`` are copies here: writes ar
 from __future__ import annotations
 
 import logging
-import weakref
 from functools import cache
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class StructureCheck:
     def install(self) -> None:
         _install_hooks()
         self._modules = list(self.model.modules())
-        _watched.update(dict.fromkeys(self._modules, weakref.ref(self)))
+        _watched.update(dict.fromkeys(self._modules, ref(self)))
         mark(self._modules)
 
     def remove(self) -> None:
@@ -95,9 +95,7 @@ def _change_error(name: str, change: str) -> ConfigError:
     )
 
 
-_watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StructureCheck]] = (
-    weakref.WeakKeyDictionary()
-)
+_watched: WeakKeyDictionary[nn.Module, ref[StructureCheck]] = WeakKeyDictionary()
 
 
 @cache

@@ -96,10 +96,8 @@ def facts(model: nn.Module, placement: Placement, options: Options, specs: Specs
     return alike
 
 
-def _digest(buckets: Iterable[BucketSpec]) -> str:
-    text = repr(
-        [(s.layout, s.placement, s.dtypes, [m.aliases for m in s.members]) for s in buckets]
-    )
+def _digest(specs: Iterable[BucketSpec]) -> str:
+    text = repr([(b.layout, b.placement, b.dtypes, [m.aliases for m in b.members]) for b in specs])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -40,9 +40,7 @@ def give_values(
         finished: called for each unit when all its members have values; afterwards they may go.
     """
     # Asked before anything is made: a tied weight is initialised by each of its owners.
-    unmade = {
-        m for m in model.modules() if any(_is_unmade(t, load_later) for _, t in tensors_of(m))
-    }
+    empty = {m for m in model.modules() if any(_is_unmade(t, load_later) for _, t in tensors_of(m))}
     order = list(_in_apply_order(model))
     last = {id(module): place for place, (_, module) in enumerate(order)}  # one may come twice
     complete = defaultdict[int, list[Unit]](list)  # after which of them each unit is
@@ -50,7 +48,7 @@ def give_values(
         owners = (id(module) for member in unit.members for module, _ in member.owners)
         complete[max((last[owner] for owner in owners), default=0)].append(unit)
     for place, (name, module) in enumerate(order):
-        if module in unmade:
+        if module in empty:
             made = _make(module, device, load_later)
             init(module)
             _check_made(name, module, made, init)

@@ -93,9 +93,8 @@ def _places(tensor: Tensor) -> Tensor:
 
 
 def _error(one: Named, other: Named) -> ConfigError:
-    (first, _), (second, tensor) = sorted(
-        (one, other), key=lambda n: not isinstance(n[1], nn.Parameter)
-    )
+    pair = sorted((one, other), key=lambda named: not isinstance(named[1], nn.Parameter))
+    (first, _), (second, tensor) = pair
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     return ConfigError(
         f"parameter {first!r} and {kind} {second!r} share memory, and after shard() each would "

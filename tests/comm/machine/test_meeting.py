@@ -261,7 +261,7 @@ def test_a_call_that_nothing_can_end_is_watched(
         return threading.get_ident()
 
     assert rank(0, port).watch(call) == threading.get_ident()
-    assert caplog.messages[0].endswith(f"at 127.0.0.1:{port}: their connections are not all made")
+    assert caplog.messages[0].endswith(f"at 127.0.0.1:{port}: not all connections are made")
 
 
 def test_what_fails_in_torch_is_no_crash(port: int) -> None:

@@ -47,7 +47,7 @@ def index_of(device: str | None) -> int | None:
     name, colon, index = (device or "").partition(":")
     if colon and not index.isdecimal():
         raise ConfigError(
-            f"device is {device!r}; write {name!r}, or {name + ':0'!r} with an index."
+            f"device is {device!r}; write {name!r}, or {name + ':0'!r} for the first."
         )
     return int(index) if colon else None
 

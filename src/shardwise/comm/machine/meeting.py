@@ -108,9 +108,7 @@ class Meeting:
         """
         # Where the process ends meanwhile, the thread keeps ``self``, and so the store that rank 0
         # serves: without it torch would raise in the thread, and abort the process.
-        result = self._run(
-            lambda: self._carry_out(call), lambda: "their connections are not all made"
-        )
+        result = self._run(lambda: self._carry_out(call), lambda: "not all connections are made")
         self._write_process(0)
         return result
 

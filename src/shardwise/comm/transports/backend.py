@@ -97,10 +97,8 @@ class BackendComm(Group):
             if self.size == dist.get_world_size():
                 # After torch's timeout (ten minutes for NCCL) the process is killed. It must be
                 # longer than ours, so that the watchdog can report first.
-                torch_timeout = timedelta(seconds=timeout + 60)
-                self._reduce_group = dist.new_group(
-                    timeout=torch_timeout, group_desc="shardwise reductions"
-                )
+                longer, name = timedelta(seconds=timeout + 60), "shardwise reductions"
+                self._reduce_group = dist.new_group(timeout=longer, group_desc=name)
             self.has_average = has_average and self.average_is_right()
         self._opened()
 
@@ -180,22 +178,19 @@ class BackendComm(Group):
         return lambda: stream.record_event().query()  # HPU's streams have no query()
 
     def _start(
-        self,
-        collective: Collective,
-        call: Callable[[], Work | None],
-        finish: Callable[[], None] = noop,
+        self, issued: Collective, call: Callable[[], Work | None], finish: Callable[[], None] = noop
     ) -> Transfer:
-        self._watchdog.issue(collective)
-        if collective.nbytes == 0:
+        self._watchdog.issue(issued)
+        if issued.nbytes == 0:
             return Transfer(noop, finish)
         try:
-            with self._watchdog.calling(collective):
+            with self._watchdog.calling(issued):
                 work = call()
         except RuntimeError as error:
             raise self._watchdog.explain(error) from error
         assert work is not None  # torch returns None only to ranks outside the group
-        self._last, self._unawaited[collective.seq] = collective, (collective, work)
-        return Transfer(partial(self._complete, collective, work), finish)
+        self._last, self._unawaited[issued.seq] = issued, (issued, work)
+        return Transfer(partial(self._complete, issued, work), finish)
 
     def _complete(self, collective: Collective, work: Work) -> None:
         # On a GPU `wait` only orders streams, so the watchdog keeps polling the work, and an event

@@ -149,9 +149,7 @@ class _Rendezvous:
             if error is not None:
                 self._errors.append(error)
             self._changed.notify_all()
-            axes = [
-                (ranks.index(rank), axis) for ranks, axis in self._axes.items() if rank in ranks
-            ]
+            axes = [(of.index(rank), axis) for of, axis in self._axes.items() if rank in of]
         for number, axis in axes:
             axis.leave(number, reason, None)
 

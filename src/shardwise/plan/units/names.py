@@ -53,11 +53,7 @@ def _index_sets(numbers: Sequence[Numbers]) -> list[IndexSets]:
     firsts_by_sets: dict[tuple[IndexSets, ...], list[int]] = {}
     for first, members in rests_by_first.items():
         firsts_by_sets.setdefault(tuple(_index_sets(members)), []).append(first)
-    return [
-        (tuple(members), *sets)
-        for index_sets, members in firsts_by_sets.items()
-        for sets in index_sets
-    ]
+    return [(tuple(firsts), *s) for all_sets, firsts in firsts_by_sets.items() for s in all_sets]
 
 
 def _name(texts: Sequence[str], index_set: IndexSets) -> str:

@@ -145,9 +145,7 @@ def _blocks(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[Gro
             most_hold = 2 * sum(bool(blocks_in[child]) for child in siblings) > len(siblings)
             stages = type(siblings[0]) not in repeated_classes and most_hold
             deeper = stages or not has_forward(siblings[0])
-            blocks_in |= {
-                child: (blocks_in[child] if deeper else []) or [child] for child in siblings
-            }
+            blocks_in |= {one: (blocks_in[one] if deeper else []) or [one] for one in siblings}
         return [block for blocks in blocks_in.values() for block in blocks]
 
     return [as_group(block) for block in dict.fromkeys(below(model))]

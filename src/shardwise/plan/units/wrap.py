@@ -133,9 +133,7 @@ def by_hand(*modules: ModuleLike) -> Wrap:
         ConfigError: when applied to a model: a name or module is not in it, is picked twice, has
             no parameters, or has no forward (``nn.ModuleList``).
     """
-    groups = tuple(
-        (pick,) if isinstance(pick, str | nn.Module) else tuple(pick) for pick in modules
-    )
+    groups = tuple((one,) if isinstance(one, str | nn.Module) else tuple(one) for one in modules)
     names = [[p if isinstance(p, str) else type(p).__name__ for p in group] for group in groups]
     says = ", ".join(map("+".join, names))
     return Wrap(f"by_hand({says})", partial(_pick_by_hand, wanted=groups))
