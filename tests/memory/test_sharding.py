@@ -31,6 +31,9 @@ class Engine:
     def make_whole(self, unit: str) -> None:
         self.calls.append(f"make {unit!r} whole")
 
+    def was_read(self, whole: Any, result: Any) -> list[Tensor]:
+        raise NotImplementedError
+
     def before_write(self, unit: str) -> None:
         self.calls.append(f"write {unit!r}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from tests.fake import FakeComm
 from tests.nets import Batch, Block, numbers
-from tests.ranks import run_threads
+from tests.ranks import run_sharing, run_threads
 from tests.steps import (
     STRATEGIES,
     assert_at_rest,
@@ -155,32 +157,83 @@ def test_without_the_registration_the_error_names_it() -> None:
         model.encode(*BATCHES[0])
 
 
-class Scaled(nn.Module):
+class Parts(nn.Module):
+    """Their parameters are the root's, which is whole between the forward pass and the backward."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.tensor(1.0))
-
-    def encode(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(numbers(5, (WIDTH, WIDTH)), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+        out: Tensor = self.body(x).tanh()
+        return out
 
 
-def test_a_pass_that_begins_at_a_shard_of_a_module_without_a_unit_is_refused() -> None:
-    """A rank without elements of the scalar took what memory held for its gradient."""
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        return given[0] * given[1]
 
-    def train(comm: Comm) -> None:
-        part = Scaled()
-        sharded = sw.shard(nn.Sequential(part), comm=comm)
-        sharded.register_forward_method(part, "encode")
-        batch = torch.full((1, 2), 1.0 + comm.rank)
-        losses = part.encode(batch).sum(), part(batch).sum()  # whole by accident
-        losses[0].backward()
-        with pytest.raises(sw.ScheduleError, match=r"'0\.scale' was computed while"):
-            losses[1].backward()
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum((0, 1))
 
-    run_threads(2, train)
+
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    return cast("Tensor", Times.apply(x, weight))  # type: ignore[no-untyped-call]
+
+
+READS: dict[str, Callable[[Parts, Tensor], Tensor]] = {
+    "a module": lambda model, x: model.head(x),
+    "one whose parameters lie on one rank": lambda model, x: model.norm(x),
+    "a scalar": lambda model, x: x * model.scale,
+    "a view": lambda model, x: x @ model.head.weight.T,
+    "a view of what is frozen": lambda model, x: x @ model.frozen.T.contiguous(),
+    "a function of the user's own": lambda model, x: times(x, model.norm.weight),
+    "several": lambda model, x: torch.cat([model.norm.weight, model.norm.bias]).outer(x[0, 0]),
+}
+
+
+def one_loss_after_the_other(model: Parts, x: Tensor, read: Callable[..., Tensor]) -> None:
+    losses = model(x).square().sum(), read(model, x).square().sum()
+    losses[0].backward()
+    if losses[1].requires_grad:
+        losses[1].backward()
+
+
+def one_graph_twice(model: Parts, x: Tensor, read: Callable[..., Tensor]) -> None:
+    loss = read(model, model(x)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def between_two_passes(model: Parts, x: Tensor, read: Callable[..., Tensor]) -> None:
+    model(read(model, model(x))).square().sum().backward()
+
+
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("train", [one_loss_after_the_other, one_graph_twice, between_two_passes])
+def test_what_was_read_while_its_unit_was_whole_is_whole_again_for_its_backward_pass(
+    train: Callable[..., None], read: str, run: Callable[..., object]
+) -> None:
+    """One rank raised torch's error for its shard while others went on, or waited."""
+    models = [Parts() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    truth = averaged(models[0], lambda model, batch: train(model, *batch, READS[read]), BATCHES)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sharded = sw.shard(model, comm=comm)
+        train(model, *BATCHES[comm.rank], READS[read])
+        assert_gradients(model, truth)
+        assert_at_rest(sharded)
+
+    run(2, rank)
 
 
 def test_a_registration_outlasts_relayout_and_ends_with_unshard() -> None:

@@ -501,8 +501,8 @@ def test_after_an_exception_the_next_step_is_right_and_the_stopped_one_forgotten
 
 WARNED = {
     "forward": "a forward pass raised an exception: parameters and gradients are as before it",
-    "backward": "a backward pass stopped before its end: what was not averaged yet was dropped, "
-    "parameters are as before it",
+    "backward": "a backward pass stopped before its end: parameters are as before it, without "
+    "gradients that were not averaged",
 }
 
 

@@ -10,16 +10,21 @@ plain parameter, since torch's own dispatch to subclasses is disabled, and costs
 that write without a method (``torch._foreach_add_``) change the parameter's version, which the
 bucket looks at before the unit is freed. So does what was detached in a backward pass, where
 ``torch.utils.checkpoint`` detaches every parameter that it recomputes with, and only reads it.
+
+Between passes a unit may still be whole, and a parameter be read that is freed when autograd comes
+back to it, where each rank has its shard. So a read then tells the engine what was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise import torch_internals as internals
+from shardwise.memory.shard_tensor.function_call import Call
+from shardwise.memory.sharding import sharding_of
 
 _BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _WRITES_NOTHING = ("requires_grad_", "share_memory_")
@@ -45,6 +50,42 @@ class GatheredParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         self.before_write()
         internals.set_data(self, value)
+
+
+class Uncalled(Tensor):
+    """The class of a whole parameter's views between passes: the engine hears of what reads it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        call = Call(func, args, kwargs or {}, Uncalled)
+        read = call.shards(call.tensors())
+        turn(read, CALLED)
+        try:
+            result = call.run()
+        finally:
+            turn(read, UNCALLED)
+        with internals.disable_torch_function():
+            for given in filter(sharding_of, read):  # a deep copy has none
+                if (engine := given.sharding.engine()) is not None:
+                    for view in engine.was_read(given, result):
+                        call.mark(view, given.sharding)
+        return result
+
+
+class UncalledParameter(Uncalled, GatheredParameter):
+    """The class of a whole parameter between passes."""
+
+
+def turn(tensors: Iterable[Tensor], classes: Mapping[type[Tensor], type[Tensor]]) -> None:
+    """Give tensors of some ``classes`` others: a pass begins or ends, or a function is called."""
+    for tensor in tensors:
+        tensor.__class__ = classes.get(type(tensor), type(tensor))
+
+
+CALLED: dict[type[Tensor], type[Tensor]] = {UncalledParameter: GatheredParameter, Uncalled: Tensor}
+UNCALLED = {kind: of for of, kind in CALLED.items()}
 
 
 def _checked(name: str) -> Callable[..., Any]:

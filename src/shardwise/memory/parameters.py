@@ -342,7 +342,7 @@ class Bucket:
             if self.is_written():  # by a function, which is an error where every rank did
                 self.keep_written()
             with torch.inference_mode(False), disable_torch_function():
-                self._bind(GatheredParameter, self.spec.full_views(self.full.clone()))
+                self._bind(type(self._ours[0]), self.spec.full_views(self.full.clone()))
         self._may_be_written = True
 
     def close(self) -> None:

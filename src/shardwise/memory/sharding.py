@@ -6,10 +6,10 @@ from one rank's part, such as a gradient or a moving average (see ``shard_tensor
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,18 +34,16 @@ class Engine(Protocol):
     def make_whole(self, unit: str) -> None:
         """Unshard the parameters of a unit until the step is over."""
 
+    def was_read(self, whole: Any, result: Any) -> list[Tensor]:
+        """``result`` was computed from a ``whole`` parameter between passes: its views in it."""
+
     def before_write(self, unit: str) -> None:
         """Shards of a unit are written next: nobody may still read or send what they hold."""
 
     def call(
-        self,
-        module: nn.Module,
-        unit: str | None,
-        method: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        self, module: nn.Module, unit: str | None, func: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run ``method`` as the ``forward`` of ``module`` is run: ``unit`` is whole inside."""
+        """Run ``func`` as the ``forward`` of ``module`` is run: ``unit`` is whole inside."""
 
 
 @dataclass(eq=False, repr=False)
@@ -60,9 +58,7 @@ class Sharding:
     axes: tuple[Comm, ...]  # over them all shards are gathered, in order
     engine: Callable[[], Engine | None] = lambda: None  # a weak reference
     #: What was read from the parameter and shares the shard's memory, by ``id``.
-    aliases: weakref.WeakValueDictionary[int, Tensor] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    aliases: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
 
     def __post_init__(self) -> None:
         self.name, self.shape = self.slot.name, torch.Size(self.slot.shape)

@@ -99,7 +99,7 @@ class Backward:
             self._begun, self._token = False, None
             self.abandon("a backward pass stopped before its end", drops=True)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Autograd has come to the first node or gradient of a backward pass.
 
         The engine of autograd calls ``_end`` after the last. After an exception nobody holds the
@@ -203,7 +203,7 @@ class Backward:
 
     def _come_to(self, call: ForwardCall, node: object, number: int, gradients: Any) -> None:
         if self._token is None or self._token() is None:
-            self._begin()
+            self.begin()
         self.calls.come_to(call, node, number)
 
     def _leave(self, call: ForwardCall, gradients: Any) -> None:
@@ -247,7 +247,7 @@ def _arrived(reference: weakref.ref[Backward], param: Tensor) -> None:
     runtime, facts = backward.runtime, backward.runtime.facts
     if not running:
         runtime.expect_late(state, bucket, index)  # before the pass gathers what it began at
-        backward._begin()
+        backward.begin()
     if bucket.state is not State.READY or state.name in facts.reducing:
         runtime.expect_late(state, bucket, index)
     if len(arrivals := bucket.gradients.arrivals) == arrivals.due:
@@ -258,7 +258,7 @@ def _arrived(reference: weakref.ref[Backward], param: Tensor) -> None:
 
 def _comes(backward: weakref.ref[Backward], _: Tensor) -> None:
     if (alive := backward()) is not None:
-        alive._begin()
+        alive.begin()
 
 
 class _Token:

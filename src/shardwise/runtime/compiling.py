@@ -49,7 +49,7 @@ def hide_gradients(model: Runtime) -> None:
 
 
 def _hide(_: Any) -> None:
-    params = (param for model in _thread.models for param in model.whole_trainable())
+    params = (param for model in _thread.models for param in model.whole())
     with disable_torch_function():
         for param in params:
             if (grad := get_grad(param)) is not None:

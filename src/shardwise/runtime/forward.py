@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -41,6 +42,7 @@ from shardwise.runtime.pytrees import (
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.structure_check import StructureCheck
 from shardwise.torch_internals import (
+    base_of,
     graph_task,
     is_transformed,
     keeps_parametrized,
@@ -149,6 +151,17 @@ class Hooks:
         with outside_transforms():
             self.runtime.serve(unit, phase, "read")
         self.runtime.facts.pinned.add(unit)
+
+    def was_read(self, whole: Any, result: Any) -> list[Tensor]:
+        """``result`` was computed from a ``whole`` parameter between passes: its views in it."""
+        made = tensors(result)
+        for node in grad_fns([tensor for tensor in made if tensor.grad_fn is not None]):
+            node.register_prehook(partial(self._come_to, whole.sharding.unit))
+        return [t for t in made if base_of(t) is not None and storage_key(t) == storage_key(whole)]
+
+    def _come_to(self, unit: str, gradients: Any) -> None:
+        self.backward.begin()
+        self.make_whole(unit)
 
     def check_idle(self, operation: str) -> None:
         """Raises ``ScheduleError`` while a forward or backward pass is under way."""
@@ -312,23 +325,18 @@ class Hooks:
         return next(holders, None)
 
     def call(
-        self,
-        module: nn.Module,
-        unit: str | None,
-        method: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        self, module: nn.Module, unit: str | None, func: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run a method of ``module`` as its ``forward`` is run: ``unit`` is whole inside."""
         if self._frames and self._may_begin(module):
             self._abandon_stopped()
         around = unit is not None and self.runtime.facts.forward[unit] > 0
         if around or self.backward.suspended or any(f.module is module for f in self._frames):
-            return method(*args, **kwargs)
+            return func(*args, **kwargs)
         given = (args, kwargs)
         args, kwargs = self._enter(module, unit, given, sys._getframe()) or given
         try:
-            output = method(*args, **kwargs)
+            output = func(*args, **kwargs)
         except BaseException:
             self._after(module, args, None)
             raise
@@ -351,4 +359,4 @@ def _is_on(stack: FrameType | None, call: FrameType) -> bool:
     return stack is call
 
 
-skip_in_dynamo(Hooks._before, Hooks._after)
+skip_in_dynamo(Hooks._before, Hooks._after, Hooks._come_to)

@@ -21,6 +21,7 @@ from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.watchdog.call_site import active
 from shardwise.config.precision import Precision
 from shardwise.errors import ScheduleError
+from shardwise.memory.gathered_parameter import CALLED, UNCALLED, turn
 from shardwise.memory.parameters import Bucket
 from shardwise.memory.shard_tensor.use_errors import gradient_without_gather
 from shardwise.plan.schedule.cursor import Cursor
@@ -79,10 +80,10 @@ class Runtime:
                 return f"step {self._steps + 1}: {phase.value} of {units[-1] or '(root)'}"
         return f"after step {self._steps}" if self._steps else ""
 
-    def whole_trainable(self) -> Iterator[nn.Parameter]:
-        """The trainable parameters that are whole now."""
-        whole = (state for name, state in self.units.items() if name in self.facts.gathered)
-        return (param for state in whole for bucket in state.trainable for param in bucket.params)
+    def whole(self) -> Iterator[nn.Parameter]:
+        """The parameters that are whole now, or on their way."""
+        states = map(self.units.__getitem__, self.facts.gathered)
+        return (param for state in states for bucket in state.buckets for param in bucket.params)
 
     # ---- cues ------------------------------------------------------------------------------
 
@@ -166,6 +167,7 @@ class Runtime:
 
     def begin_forward(self, first: str | None) -> None:
         """A forward pass starts with unit ``first``."""
+        turn(self.whole(), CALLED)
         before = self._cursor
         if not torch.is_grad_enabled():
             self._interrupted = before
@@ -194,6 +196,7 @@ class Runtime:
             self.facts.pinned &= self._pinned
             self._learn()
             self._cursor = self._interrupted
+        turn(self.whole(), UNCALLED)
 
     def _mode(self) -> str:
         return self.facts.mode(any(state.collected for state in self.units.values()))
@@ -206,6 +209,7 @@ class Runtime:
         A pass that is ``recorded`` makes a graph, whose backward pass reads parameters before it
         comes to a unit; so units stay whole for it.
         """
+        turn(self.whole(), CALLED)
         self.facts.keeps_graph = self.facts.keeps_graph or recorded
         self.update_trained()  # gradients go to what is trained now, whatever it was before
         if self._cursor.mode == "forward" or self._cursor.ended:
@@ -353,12 +357,9 @@ class Runtime:
 
     def abandon(self, why: str, drops: bool) -> None:
         """Forget a pass that stopped; ``drops``: and all that was collected and not reduced."""
-        kept = (
-            "what was not averaged yet was dropped, parameters"
-            if drops
-            else "parameters and gradients"
-        )
-        log.warning("%s: %s are as before it", why, kept)
+        kept = "parameters" if drops else "parameters and gradients"
+        lost = ", without gradients that were not averaged" if drops else ""
+        log.warning("%s: %s are as before it%s", why, kept, lost)
         for state in self.units.values():
             state.abandon(drops)
         self.facts.forget_pass()

@@ -38,7 +38,7 @@ Row = Sequence[Tensor]
 def dispatch(call: Call) -> Any:
     """The result, or a ``ShardUseError`` if the function needs the full tensor."""
     for tensor in call.tensors():
-        sharding = sharding_of(tensor) if type(tensor) is GatheredParameter else None
+        sharding = sharding_of(tensor) if isinstance(tensor, GatheredParameter) else None
         if sharding is not None and (engine := sharding.engine()) is not None:
             engine.rest()
     bare = bare_name(call.name)
