@@ -123,7 +123,7 @@ def test_a_page_of_two_long_runs_has_less_than_two_megabytes(tmp_path: Path) -> 
 
 
 def test_a_folder_with_a_log_alone_makes_a_page_that_says_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"record": "finished", "time": 1.0}\n', "utf-8")
     text = page([read_run(tmp_path)])
     for sentence in ("step.json is missing", "names no units", "recipe.yaml is missing"):
         assert sentence in text

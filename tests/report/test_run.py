@@ -96,6 +96,10 @@ def test_values_that_are_read_as_another_type_are_of_that(tmp_path: Path) -> Non
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the folder of a run: metrics\.jsonl cannot be"):
         read_run(tmp_path)
+    for text in ("", "{}\n", "\x00\xff", "epoch,loss\n1,2\n"):
+        (tmp_path / "metrics.jsonl").write_text(text, "utf-8")
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl has no record that can be read"):
+            read_run(tmp_path)
 
 
 @pytest.mark.parametrize(

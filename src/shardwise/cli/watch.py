@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.format_records import clock
+from shardwise.errors import ConfigError
 from shardwise.plan.printed import size
 from shardwise.report.run import Run, read_run
-from shardwise.train.folder import METRICS, is_locked
+from shardwise.train.folder import is_locked
 from shardwise.train.records import plural
 
 EVERY = 1.0  # seconds between two frames
@@ -50,10 +51,13 @@ def run_watch(path: Path, once: bool) -> None:
 
 
 def _read(path: Path, is_running: bool) -> Run:
-    """The run in ``path``; one that still prepares its data has no log."""
-    if is_running and not (path / METRICS).exists():
+    """The run in ``path``; one that still prepares its data has no records."""
+    try:
+        return read_run(path)
+    except ConfigError:
+        if not is_running:
+            raise
         return Run(path.resolve().name, (), {}, None)
-    return read_run(path)
 
 
 def frame(run: Run, is_running: bool, now: float) -> Table:
@@ -94,7 +98,7 @@ def rows(run: Run, is_running: bool, now: float) -> list[tuple[str, str]]:
 def phase(run: Run, is_running: bool, now: float) -> str:
     """Say what the run does, by its last record."""
     if not run.lines:
-        return "preparing data" if is_running else "not running, and nothing is recorded"
+        return "preparing data"
     last = run.lines[-1]
     if last["record"] in ("finished", "stopped", "complete"):
         is_early = last["record"] != "stopped" and run.why_early

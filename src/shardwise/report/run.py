@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shardwise.errors import ConfigError
+from shardwise.plan.printed import size
 from shardwise.recipe.read import flatten
 from shardwise.train.folder import METRICS, RECIPE, STEP
 from shardwise.train.metrics_log import lines_until, typed
@@ -76,7 +77,7 @@ def read_run(path: Path) -> Run:
     """Read the files of the run in ``path``.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: there is no run, or nothing of it is recorded.
     """
     try:
         text = (path / METRICS).read_text("utf-8", "replace")
@@ -87,6 +88,11 @@ def read_run(path: Path) -> Run:
         ) from None
     read = map(typed, lines_until(text.split("\n"), math.inf))
     lines = tuple(line for line in read if line is not None and _has_all(line))
+    if not lines:
+        raise ConfigError(
+            f"{path / METRICS} has no record that can be read ({size(len(text))}): the run has not "
+            "begun its first step, or the file was not written by shardwise train."
+        )
     recipe, step = _parsed(path / RECIPE), _step(_parsed(path / STEP))
     return Run(path.resolve().name, lines, flatten(recipe or {}), step)
 
