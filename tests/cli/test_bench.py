@@ -43,7 +43,7 @@ source = "made up"
 @forked
 def test_an_engine_is_measured_and_planned(nproc: int, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    picture, here = tmp_path / "bench.picture", tmp_path / "here.toml"
+    picture, here = tmp_path / "bench.png", tmp_path / "here.toml"
     here.write_text(HERE)
     options = [
         f"--machines={here}",
@@ -86,6 +86,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     printed = capsys.readouterr()
     assert (caught.value.code, printed.out) == (2, "")
     assert f"the folder {tmp_path / 'none'} does not exist" in printed.err
+
+
+def test_a_picture_is_not_written_in_a_file_that_says_it_is_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "demo", "--plot", str(tmp_path / "x.svg")])
+    assert caught.value.code == 2
+    assert "it is drawn as PNG. Write" in capsys.readouterr().err
 
 
 @forked

@@ -43,6 +43,29 @@ def torchrun_lines(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in text.splitlines() if " torchrun " in line]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--hosts", "", "'' has an empty name. Write it, or no --hosts"),
+        ("--hosts", "a,,b", "'a,,b' has an empty name"),
+        ("--address", "", "or no --address"),
+        ("--interface", "", "or no --interface"),
+    ],
+)
+def test_an_empty_name_is_refused(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, says: str
+) -> None:
+    text = output(capsys, "my.yaml", option, value, code=2)
+    assert says in " ".join(text.split())
+
+
+def test_an_empty_host_in_a_recipe_is_refused(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "my.yaml").write_text("launch: {hosts: [a, '']}\n", "utf-8")
+    assert "it must not be empty" in output(capsys, "my.yaml", code=1)
+
+
 def test_threads_are_as_many_as_this_shell_has_set(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from shardwise.cli.options import (
     NUMBER,
     OVERRIDES,
     PATH,
+    PICTURE,
     WITH_OVERRIDES,
 )
 
@@ -273,7 +274,7 @@ def plan(
 )
 @click.option("--engine", "engines", multiple=True, help="Only these; may be given again.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
-@click.option("--plot", type=FILE, help="Draw it as PNG.")
+@click.option("--plot", type=PICTURE, help="Draw it as PNG.")
 @click.option("--memory", hidden=True)
 @click.option("--result", type=PATH, hidden=True)
 def bench(

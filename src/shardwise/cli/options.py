@@ -24,8 +24,27 @@ class FileToWrite(click.Path):
         return path
 
 
+class Picture(FileToWrite):
+    """A file to draw to, as PNG."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Raises ``click.BadParameter``: its name says that it is no PNG."""
+        path = super().convert(value, param, ctx)
+        if path.suffix.lower() != ".png":
+            self.fail(f"it is drawn as PNG. Write {path.with_suffix('.png')}.", param, ctx)
+        return path
+
+
+def not_empty(_: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """The ``value`` of an option. Raises ``click.BadParameter``: it is empty."""
+    if value is None or all(value.split(",")):
+        return value
+    raise click.BadParameter(f"{value!r} has an empty name. Write it, or no {option.opts[0]}.")
+
+
 PATH = click.Path(path_type=Path)
 FILE = FileToWrite(path_type=Path, dir_okay=False)
+PICTURE = Picture(path_type=Path, dir_okay=False)
 EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 COUNT = click.IntRange(min=1)
 NUMBER = click.IntRange(min=0)

@@ -19,7 +19,9 @@ class LaunchConfig(Section):
     nproc: Positive | None = Field(
         None, description="ranks of each machine; null = one for each device"
     )
-    hosts: tuple[str, ...] = Field((), description="names or addresses of the machines, by rank")
+    hosts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="names or addresses of the machines, by rank"
+    )
     address: str | None = Field(
         None, min_length=1, description="of machine 0, where the ranks meet; null = found"
     )
