@@ -29,6 +29,7 @@ from tests import nets
 from tests.copies import assert_near, clones, equal, error_text, local, on_ranks
 from tests.fake import FakeComm
 from tests.nets import NETS, Net
+from tests.ranks import run_threads
 from tests.steps import STRATEGIES, train
 
 DECODER = Net(nets.decoder, nets.decoder_batch)
@@ -187,6 +188,29 @@ def test_it_clips_as_clip_grad_norm_before_torchs_step(max_norm: float) -> None:
 
     for world, strategy in ((1, "full_shard"), (3, "full_shard"), (3, "no_shard")):
         on_ranks(world, DECODER.build, lambda c, m: rank(c, m, strategy))  # noqa: B023
+
+
+def test_gradients_in_float64_are_clipped_in_float64() -> None:
+    """Their norm was that of float32: nine digits were lost."""
+    plain = nn.Linear(300, 200).double()
+
+    def rank(comm: Comm) -> None:
+        model = copy.deepcopy(plain)
+        sharded = sw.shard(model, comm=comm)
+        optimizer = sw.optim.AdamW(sharded, max_norm=1.0, lr=0.1, eps=1.0)  # which sees the scale
+        model(x).square().sum().backward()
+        optimizer.step()
+        assert optimizer.norm is not None
+        torch.testing.assert_close(optimizer.norm, norm, rtol=1e-14, atol=0)
+        with sharded.full_params():
+            for mine, whole in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(mine.data, whole.data, rtol=1e-14, atol=1e-16)
+
+    x, expected = torch.randn(4, 300, dtype=torch.float64), copy.deepcopy(plain)
+    expected(x).square().sum().backward()
+    norm = nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+    torch.optim.AdamW(expected.parameters(), lr=0.1, eps=1.0).step()
+    run_threads(2, rank)
 
 
 def test_a_gradient_that_is_not_finite_is_seen_in_the_norm_of_every_rank() -> None:

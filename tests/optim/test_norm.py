@@ -199,7 +199,7 @@ def test_the_sum_over_ranks_is_one_operation_however_many_there_are() -> None:
 def test_what_is_no_norm_is_refused(max_norm: float, norm_type: float) -> None:
     sharded = sw.shard(nets.decoder())
     text = error_text(sw.ConfigError, lambda: sharded.clip_grad_norm_(max_norm, norm_type))
-    assert text == (f"max_norm={max_norm} must be at least 0 and norm_type={norm_type} above 0.")
+    assert text == (f"max_norm={max_norm} must be at least 0, norm_type={norm_type} above 0.")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

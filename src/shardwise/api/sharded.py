@@ -197,7 +197,7 @@ class Sharded:
             ConfigError: ``max_norm`` or ``norm_type`` is none, or a parameter is not of this model.
 
         Returns:
-            The norm before clipping: 0-dim, fp32, the same on every rank.
+            The norm before clipping: 0-dim, fp32 (fp64 if a parameter is), the same on every rank.
         """
         self.runtime.expect_update(f"clip_grad_norm_({max_norm:.6g})")
         places = self._places.values() if parameters is None else chosen(self._places, parameters)

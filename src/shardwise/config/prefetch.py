@@ -31,5 +31,5 @@ class Prefetch:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ConfigError(
-                f"prefetch.limit is {self.limit}; at least 1 gather must be allowed in flight."
+                f"prefetch.limit is {self.limit}; at least 1 gather must be in flight."
             )

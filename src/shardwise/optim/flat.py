@@ -22,7 +22,7 @@ from shardwise.errors.arguments import taken
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.optim.flat_state import FlatState
 from shardwise.optim.groups import Policy, check_loaded, defaults, resolved
-from shardwise.optim.norm import norm_of
+from shardwise.optim.norm import dtype_of, norm_of
 from shardwise.optim.plain_class import PlainClassDuringStep
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.optim.update import Key, Update, decide
@@ -45,8 +45,8 @@ class FlatOptimizer(Optimizer, ABC):
 
     Attributes:
         max_norm: the largest global norm of the gradients that it updates with; ``None`` = any.
-        norm: what that norm was before clipping in the last step: 0-dim, fp32, the same on every
-            rank; ``None`` while there is no ``max_norm``.
+        norm: what that norm was before clipping in the last step: 0-dim, fp32, or fp64 if a
+            parameter is, the same on every rank; ``None`` while there is no ``max_norm``.
     """
 
     policy_type: type[Policy]
@@ -176,8 +176,9 @@ class FlatOptimizer(Optimizer, ABC):
         """Return what gradients must be divided by; ``None`` where that is known to be 1."""
         if self.max_norm is None:
             return None
-        whole = all(bucket.allocation.whole for bucket in self._sharded.buckets)
-        self.norm = norm_of(zip(ranks, gradients, strict=True), self._sharded.comm, whole)
+        parts, buckets = zip(ranks, gradients, strict=True), self._sharded.buckets
+        whole = all(bucket.allocation.whole for bucket in buckets)
+        self.norm = norm_of(parts, self._sharded.comm, whole, dtype=dtype_of(buckets))
         scale = ((self.norm + 1e-6) / self.max_norm).clamp(min=1.0)
         scale = scale.to(self._states[0].shard.device)
         on_host = scale.is_cpu  # asking another device would wait for it

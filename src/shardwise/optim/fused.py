@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
@@ -106,6 +107,9 @@ def update_by_adamw(
     group: Mapping[str, Any], call: Call, gradients: list[Tensor], scale: Tensor | None
 ) -> None:
     """Call the kernel; ``scale``, 0-dim, is what ``gradients`` are divided by, in place."""
+    if scale is not None and scale.dtype is torch.float64:  # the kernel takes fp32 alone
+        [gradient.div_(scale) for gradient in gradients]
+        scale = None
     state = call.state
     fused_adamw_(
         call.params,

@@ -41,6 +41,11 @@ def chosen(places: Mapping[int, Place], parameters: Iterable[Tensor]) -> list[Pl
     return [places[param] for param in ids]
 
 
+def dtype_of(buckets: Iterable[Bucket]) -> torch.dtype:
+    """The dtype of a norm of their gradients: fp32, or fp64 if a parameter is."""
+    return torch.float64 if any(b.dtypes.sum in DOUBLE for b in buckets) else torch.float32
+
+
 def clip_gradients(
     places: Collection[Place], comm: Comm, max_norm: float, norm_type: float
 ) -> Tensor:
@@ -56,15 +61,11 @@ def clip_gradients(
         ConfigError: ``max_norm`` is below 0, or ``norm_type`` is not above 0.
     """
     if not (norm_type > 0 and max_norm >= 0):
-        raise ConfigError(
-            f"max_norm={max_norm} must be at least 0 and norm_type={norm_type} above 0."
-        )
+        raise ConfigError(f"max_norm={max_norm} must be at least 0, norm_type={norm_type} above 0.")
     with disable_torch_function():
         parts = (part for place in places for part in _parts(place))
         whole = all(bucket.allocation.whole for bucket, _ in places)
-        is_double = any(bucket.dtypes.sum in DOUBLE for bucket, _ in places)
-        dtype = torch.float64 if is_double else torch.float32
-        norm = norm_of(parts, comm, whole, norm_type, dtype)
+        norm = norm_of(parts, comm, whole, norm_type, dtype_of(bucket for bucket, _ in places))
         grads = (get_grad(bucket.params[index]) for bucket, index in places)
         gradients = [grad for grad in grads if grad is not None]
         if gradients:

@@ -46,9 +46,7 @@ def index_of(device: str | None) -> int | None:
     """The index in ``"cuda:1"``, if there is one; ``ConfigError`` if it is no number."""
     name, colon, index = (device or "").partition(":")
     if colon and not index.isdecimal():
-        raise ConfigError(
-            f"device is {device!r}; write {name!r}, or {name + ':0'!r} for the first."
-        )
+        raise ConfigError(f"device is {device!r}; write {name!r}, or {name + ':0'!r} with index.")
     return int(index) if colon else None
 
 

@@ -179,9 +179,7 @@ def _first_host(nodes: str) -> str:
 
 def _check(rank: int, size: int, fact: str) -> None:
     if not 0 <= rank < size:
-        raise ConfigError(
-            f"{fact}: ranks are numbered from 0 to {size - 1}. Correct one of the two variables."
-        )
+        raise ConfigError(f"{fact}: ranks go from 0 to {size - 1}. Correct one of the variables.")
 
 
 def _first_number(environ: Mapping[str, str], default: int, *names: str) -> int:

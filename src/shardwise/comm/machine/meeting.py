@@ -119,7 +119,7 @@ class Meeting:
         def look() -> None:
             try:
                 while not done.wait(POLL_INTERVAL):
-                    self._check(lambda: "their connections are not all made")
+                    self._check(lambda: "not all connections are made")
             except RanksDisagree as error:
                 log.warning("%s", error)
 
