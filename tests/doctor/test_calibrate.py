@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from shardwise.doctor import calibrate as calibration
 from shardwise.doctor.calibrate import calibrate
+from shardwise.launch.machine_memory import machine_memory
 from shardwise.plan.forecast.machine import known
 from tests.ranks import run_threads
 
@@ -46,8 +46,7 @@ def test_what_is_measured_is_an_entry_of_a_table(
 
 def test_beside_an_accelerator_is_this_host_s_memory() -> None:
     """Without it a row has the 1 TB of a usual host, and what is offloaded seems to fit."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert calibration._beside(torch.device("cuda")) == pages
+    assert calibration._beside(torch.device("cuda")) == machine_memory(pinned=True)
     assert calibration._beside(torch.device("cpu")) == 0
 
 

@@ -9,7 +9,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
 from shardwise.train import memory_estimate as estimate
 from shardwise.train.decoder import Decoder
-from shardwise.train.memory_estimate import check_memory, machine_memory, predict, state_bytes
+from shardwise.train.memory_estimate import check_memory, predict, state_bytes
 from tests.train.tiny import tiny_recipe
 
 CPU = torch.device("cpu")
@@ -118,23 +118,3 @@ def test_the_host_memory_of_a_machine_is_that_of_all_ranks_that_any_launcher_sta
     plain = tiny_recipe(tmp_path)
     with pytest.raises(ConfigError, match=r"for the 1 of them on this cuda, which has 0 B"):
         check_memory(plain, torch.device("cuda"), 4, 300)
-
-
-def test_memory_is_what_this_container_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimate, "LIMITS", ())
-    whole = machine_memory()
-    assert whole > 2**28
-    for text, expected in (("max", whole), ("1048576", 2**20)):
-        (tmp_path / "memory.max").write_text(text + "\n", "ascii")
-        monkeypatch.setattr(estimate, "LIMITS", (str(tmp_path / "memory.max"), "/nowhere"))
-        assert machine_memory() == expected
-
-
-def test_swap_holds_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "LIMITS", ())
-    meminfo = "MemTotal: 1 kB\nSwapTotal: 4096 kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_: meminfo)
-    monkeypatch.setattr(Path, "exists", lambda _: True)
-    assert machine_memory() == machine_memory(pinned=True) + (4 << 20)

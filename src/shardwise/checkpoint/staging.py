@@ -14,7 +14,6 @@ show whether they were changed before.
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Generator, Iterable, Iterator
 from queue import SimpleQueue
 from threading import Event, Lock
@@ -29,6 +28,7 @@ from shardwise.checkpoint.plan import BLOCK
 from shardwise.checkpoint.writer import Chunk, copy_pieces
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import CheckpointError
+from shardwise.launch.machine_memory import machine_memory
 from shardwise.optim.sharded_model import ShardedModel
 from shardwise.torch_internals import disable_torch_function, get_version
 
@@ -37,8 +37,7 @@ MOST = 16 << 30  # bytes that a rank uses by default
 
 def budget_of(ranks: int) -> int:
     """Bytes for each of the ``ranks`` of this host: together they use a quarter of its memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(BLOCK, min(MOST, memory // 4 // ranks))
+    return max(BLOCK, min(MOST, machine_memory(pinned=True) // 4 // ranks))
 
 
 class Copy(NamedTuple):

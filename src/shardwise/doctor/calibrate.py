@@ -7,7 +7,6 @@ come from memory, blocks so small that the host takes all the time, alone and in
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from shardwise.api.shard import shard
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.reduction import Reduction
 from shardwise.doctor.laps import Measured, medians
+from shardwise.launch.machine_memory import machine_memory
 from shardwise.optim.fused import AdamW
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.observe import observe
@@ -282,17 +282,13 @@ def _engine(seconds: Mapping[str, float], latency: float, kernel: float) -> dict
 
 def _memory(comm: Comm) -> float:
     if comm.device.type == "cpu":
-        return _ram() / comm.size
+        return float(machine_memory(pinned=True)) / comm.size
     return float(torch.accelerator.get_memory_info(comm.device)[1])
 
 
 def _beside(device: torch.device) -> float:
     """Bytes of host memory beside the devices; beside a CPU there is none."""
-    return 0.0 if device.type == "cpu" else _ram()
-
-
-def _ram() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return 0.0 if device.type == "cpu" else float(machine_memory(pinned=True))
 
 
 def _process() -> dict[str, object]:

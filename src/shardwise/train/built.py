@@ -10,6 +10,7 @@ import torch
 
 from shardwise.config.version import __version__
 from shardwise.doctor.machine import device_name
+from shardwise.launch.machine_memory import machine_memory
 from shardwise.plan.printed import size
 from shardwise.plan.spec import BucketSpec
 from shardwise.train.batches import accumulation
@@ -17,7 +18,6 @@ from shardwise.train.data import Data
 from shardwise.train.job import Job
 from shardwise.train.learning_rate import preview
 from shardwise.train.length import passes
-from shardwise.train.memory_estimate import machine_memory
 from shardwise.train.records import Built, BuiltUnit
 from shardwise.train.streams import StreamedRows
 

@@ -19,6 +19,7 @@ from shardwise.checkpoint.collectives import broadcast_object
 from shardwise.comm.machine.environment import local_size
 from shardwise.doctor.machine import device_name
 from shardwise.errors import ConfigError
+from shardwise.launch.machine_memory import machine_memory
 from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.memory import MOMENTUM, MemoryForecast, Moment
@@ -29,7 +30,7 @@ from shardwise.plan.schedule.events import Event, Op, Phase
 from shardwise.train.comparison import Compared
 from shardwise.train.data import Data
 from shardwise.train.job import Job
-from shardwise.train.memory_estimate import machine_memory, memory_of
+from shardwise.train.memory_estimate import memory_of
 from shardwise.train.question import chosen_by, model_of, question_of, with_loss_in_head
 from shardwise.train.records import Warned
 from shardwise.train.run_logger import RunLogger

@@ -8,7 +8,6 @@ refuses can never work. The bytes are those of the model on the meta device, to 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from shardwise.comm.machine import accelerators
 from shardwise.comm.machine.environment import local_size
 from shardwise.config.strategies import placement_of
 from shardwise.errors import ConfigError
+from shardwise.launch.machine_memory import machine_memory
 from shardwise.plan.bytes import Kept, kept
 from shardwise.plan.draw import draw
 from shardwise.plan.printed import size
@@ -27,7 +27,6 @@ from shardwise.train.optimizer import blocksize_of, state_of
 from shardwise.train.question import model_of
 
 MIN_VOCABULARY = 257  # what every tokenizer has; a recipe's number may be more than its text gives
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MOMENTS = 2  # of AdamW, per parameter
 
 
@@ -108,18 +107,6 @@ def _described(recipe: Recipe) -> str:
         return f"the model of {model.layers:,} layers of width {model.width:,}"
     adapter = "" if recipe.adapter.rank is None else " with its adapter"
     return f"the model in {model.source}{adapter}"
-
-
-def machine_memory(pinned: bool = False) -> int:
-    """Bytes of RAM and, but for pinned memory, swap of this machine, or its container's limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    swap = Path("/proc/meminfo")
-    for line in swap.read_text("ascii").splitlines() if swap.exists() and not pinned else []:
-        if line.startswith("SwapTotal:"):
-            total += int(line.split()[1]) * 1024
-    existing = (Path(path) for path in LIMITS)
-    limits = (path.read_text("ascii").strip() for path in existing if path.exists())
-    return min([total, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def memory_of(device: torch.device) -> int:
