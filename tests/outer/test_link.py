@@ -270,6 +270,24 @@ def test_a_worker_that_comes_back_before_its_leader_has_heard_of_the_loss_is_not
     back.close()
 
 
+def test_a_worker_that_is_lost_while_its_state_is_gathered_may_come_again(
+    leader: Link, places: list[Place]
+) -> None:
+    """A large model's takes minutes. Who was admitted after its loss was there for ever."""
+    gone = join(places[1])
+    wait_for(lambda: bool(leader._joining))
+    joining = leader.joining(0, expected=False)
+    assert joining is not None
+    gone.close()
+    joining.peer._reader.join(5)
+    leader.admit(joining, [])
+    back = join(places[1])
+    wait_for(lambda: bool(leader._joining))
+    admitted(leader)
+    assert receive(back).kind == "welcome"
+    back.close()
+
+
 def test_a_close_waits_for_the_last_mean_to_arrive() -> None:
     """The other end reads late, and the connection is closed as soon as all is handed over."""
     one, other = socket.create_server(("127.0.0.1", 0)), None

@@ -190,7 +190,7 @@ class Link:
             self._say_or_close(waited, f"workers {sorted(missing)} are there and do not join")
         with self._changed:
             if self._joining:
-                return self._joining.pop(0)
+                return self._joining[0]
             if not self._leads:
                 return None
             for key, part in self._own.items():  # it may have sent them to a leader before
@@ -215,17 +215,16 @@ class Link:
         """Send a worker the state, if it needs it; from now on it gets every mean."""
         peer = joining.peer
         with self._changed:
-            if is_leader := self._leads:
+            if waits := joining in self._joining:  # not lost meanwhile, nor sent away by ``leave``
+                self._joining.remove(joining)
                 # Means that are formed and not applied yet are newer than the state.
                 for message in (*state, wire.Message("welcome", {}), *self._means.values()):
                     peer.send(message)
                 self._followers[peer.worker] = peer
                 if state:
                     self._settled.add(peer.worker)
-        if is_leader:
+        if waits:
             log.warning("%s takes part", self._place.name(peer.worker))
-        else:  # since ``leave`` it has to look for another one
-            peer.close()
 
     def leave(self) -> None:
         """End a lead or what this worker follows: the others look for each other."""
