@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.comm.machine.peer_connection import Message, receive, send
 from shardwise.outer.link import Link
-from shardwise.outer.peer import Peer
+from shardwise.outer.peer import Joining, Peer
 from shardwise.outer.place import Place
 from shardwise.outer.tally import Key
 from tests.outer.test_diloco import free_addresses
@@ -61,12 +61,16 @@ def join(place: Place) -> Connection:
     return connection
 
 
+def asked(leader: Link) -> Joining:
+    """Who has asked to take part. A look before that would begin without it."""
+    wait_for(lambda: bool(leader._joining))
+    joining = leader.joining(0, expected=False)
+    assert joining is not None
+    return joining
+
+
 def admitted(leader: Link) -> None:
-    joining = None
-    while joining is None:
-        joining = leader.joining(0, expected=False)
-        time.sleep(0.01)
-    leader.admit(joining, [])
+    leader.admit(asked(leader), [])
 
 
 @pytest.mark.parametrize(
@@ -113,9 +117,7 @@ def test_a_worker_that_joined_one_who_leads_no_more_is_sent_away(
     leader: Link, places: list[Place]
 ) -> None:
     connection = join(places[1])
-    joining = None
-    while joining is None:
-        joining = leader.joining(0, expected=False)
+    joining = asked(leader)
     leader.leave()
     leader.admit(joining, [])
     with pytest.raises(EOFError):
@@ -244,10 +246,7 @@ def test_what_was_sent_before_a_state_is_nothing_also_where_its_leader_is_lost()
         follower.send(Key("a", 0), b"obsolete")
         assert leader.find("", first=False) == "lead"
         assert follower.find("", first=False) == "follow"
-        wait_for(lambda: bool(leader._joining))
-        joining = leader.joining(0, expected=False)
-        assert joining is not None
-        leader.admit(joining, [Message("state", {"unit": "a", "update": 0})])
+        leader.admit(asked(leader), [Message("state", {"unit": "a", "update": 0})])
         assert follower.next_message().kind == "state"
         leader.close()
         wait_for(lambda: not follower.connected)
@@ -275,17 +274,40 @@ def test_a_worker_that_is_lost_while_its_state_is_gathered_may_come_again(
 ) -> None:
     """A large model's takes minutes. Who was admitted after its loss was there for ever."""
     gone = join(places[1])
-    wait_for(lambda: bool(leader._joining))
-    joining = leader.joining(0, expected=False)
-    assert joining is not None
+    joining = asked(leader)
     gone.close()
     joining.peer._reader.join(5)
     leader.admit(joining, [])
     back = join(places[1])
-    wait_for(lambda: bool(leader._joining))
     admitted(leader)
     assert receive(back).kind == "welcome"
     back.close()
+
+
+def test_bytes_of_a_connection_that_ends_count_until_it_has_ended(
+    leader: Link, places: list[Place]
+) -> None:
+    connection = join(places[1])
+    admitted(leader)
+    send(connection, Message("ready", {}))
+    wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
+    leader.send(Key("a", 0), bytes(NBYTES))
+    send(connection, Message("part", {"unit": "a", "update": 0}, bytes(NBYTES)))
+    assert leader.receive(Key("a", 0)) == bytes(NBYTES)
+    leader.leave()
+    assert leader.nbytes == {"sent": NBYTES, "received": NBYTES}
+    connection.close()
+
+
+def test_bytes_that_a_lost_worker_was_never_sent_count_no_more(
+    leader: Link, places: list[Place]
+) -> None:
+    connection = join(places[1])
+    leader.admit(asked(leader), [Message("state", {}, bytes(20_000_000))])
+    assert leader.nbytes["sent"] == 20_000_000
+    connection.close()
+    wait_for(lambda: not leader._followers)
+    assert leader.nbytes["sent"] == 0
 
 
 def test_a_close_waits_for_the_last_mean_to_arrive() -> None:

@@ -17,7 +17,6 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from multiprocessing import AuthenticationError
 from threading import Condition, Thread
 from time import monotonic, sleep
@@ -56,6 +55,7 @@ class Link:
         self._nbytes_of_part = dict(nbytes)
         self._changed = Condition()  # guards all that follows
         self._tally = Tally(place.worker)
+        self._peers: set[Peer] = set()  # all connections, until they have ended
         self._followers: dict[int, Peer] = {}
         self._leader: Peer | None = None
         self._leads, self._closed = False, False
@@ -108,10 +108,9 @@ class Link:
     def nbytes(self) -> dict[str, int]:
         """Bytes of parts, means and states, sent and received."""
         with self._changed:
-            peers = [*self._followers.values(), *filter(None, [self._leader])]
             return {
-                "sent": self._counts["sent"] + sum(peer.sent for peer in peers),
-                "received": self._counts["received"] + sum(peer.received for peer in peers),
+                "sent": self._counts["sent"] + sum(peer.sent for peer in self._peers),
+                "received": self._counts["received"] + sum(peer.received for peer in self._peers),
             }
 
     # ---- meet --------------------------------------------------------------------------------
@@ -152,10 +151,9 @@ class Link:
         Thread(target=self._search, name="shardwise-leader", daemon=True).start()
 
     def next_message(self) -> wire.Message:
-        """The leader's next word to this worker, which joins it: a ``state``, or ``welcome``.
+        """The leader's next word to this worker, which joins it; ``lost``: it is lost meanwhile.
 
-        Raises:
-            RanksDisagree: the leader refuses it, or is lost meanwhile.
+        Raises ``RanksDisagree``: the leader refuses it.
         """
         self._wait(lambda: bool(self._inbox) or not self.connected, lambda: "the leader's state")
         with self._changed:
@@ -229,8 +227,7 @@ class Link:
     def leave(self) -> None:
         """End a lead or what this worker follows: the others look for each other."""
         with self._changed:
-            peers = [*self._followers.values(), *(joining.peer for joining in self._joining)]
-            peers += filter(None, [self._leader])
+            peers = list(self._peers)
             self._leads, self._leader = False, None
             self._followers, self._settled, self._joining, self._ready = {}, set(), [], []
         for peer in peers:
@@ -269,7 +266,8 @@ class Link:
 
     def _lose(self, peer: Peer, reason: str) -> None:
         with self._changed:
-            self._counts["sent"] += peer.sent
+            self._peers.discard(peer)
+            self._counts["sent"] += peer.written
             self._counts["received"] += peer.received
             self._joining = [joining for joining in self._joining if joining.peer is not peer]
             self._answered.pop(peer.worker, None)
@@ -307,8 +305,7 @@ class Link:
         while not self._closed:
             try:
                 client, _ = self._listener.accept()
-                answer = partial(self._answer, client)
-                Thread(target=answer, name="shardwise-worker", daemon=True).start()
+                Thread(None, self._answer, "shardwise-worker", (client,), daemon=True).start()
             except (OSError, RuntimeError):  # closed, or there is no descriptor or thread for it
                 sleep(POLL_INTERVAL)
 
@@ -328,8 +325,9 @@ class Link:
                 is_there = not self._changed.wait_for(
                     lambda: worker not in self._followers, self._place.patience / 2
                 )
-            if reason := self._place.refusal(worker, is_there, self._facts, facts):
-                self._answered.pop(worker, None)
+                if reason := self._place.refusal(worker, is_there, self._facts, facts):
+                    self._answered.pop(worker, None)
+            if reason:
                 wire.send(connection, wire.Message("refused", {"reason": reason}))
                 connection.close()
                 return
@@ -338,6 +336,7 @@ class Link:
                 if not self._leads or self._closed:  # any more
                     connection.close()
                     return
+                self._peers.add(peer)
                 peer.start()  # before anybody may close it
                 self._joining.append(Joining(peer, message.fields["digest"]))
                 self._changed.notify_all()
@@ -357,6 +356,7 @@ class Link:
             self._inbox.clear()
             self._means.clear()
             self._leader = peer
+            self._peers.add(peer)
             peer.start()
         return True
 
@@ -369,6 +369,7 @@ class Link:
                     if answer and answer["leads"] and self._yields_to(worker, answer["updates"]):
                         log.warning("%s leads, too, and has come further", self._place.name(worker))
                         self.leave()
+                        return  # this worker may lead or follow again at once
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or not self._leads, SEARCH_INTERVAL)
 

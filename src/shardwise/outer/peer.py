@@ -29,6 +29,10 @@ class Peer:
         worker: the number of the other worker.
         on_message: called by the reading thread.
         on_lost: called once, with the reason, when the connection has ended.
+
+    Attributes:
+        sent, received: bytes of payloads.
+        written: those of ``sent`` that do not wait any more.
     """
 
     def __init__(
@@ -39,7 +43,8 @@ class Peer:
         on_message: Callable[[Peer, Message], None],
         on_lost: Callable[[Peer, str], None],
     ) -> None:
-        self.worker, self.sent, self.received = worker, 0, 0  # bytes of payloads
+        self.worker = worker
+        self.sent, self.written, self.received = 0, 0, 0
         self._connection, self._on_message, self._on_lost = connection, on_message, on_lost
         self._interval, self._patience, self._is_heard = patience / 4, patience, True
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()
@@ -86,6 +91,7 @@ class Peer:
         with suppress(OSError):
             while (message := self._next()) is not None:
                 send(self._connection, message)
+                self.written += len(message.payload)
         # Closed at once, what the other end has not read yet could be lost with what it sends.
         with suppress(OSError), _socket_of(self._connection) as client:
             client.shutdown(socket.SHUT_WR)
