@@ -284,6 +284,16 @@ def test_a_worker_that_is_lost_while_its_state_is_gathered_may_come_again(
     back.close()
 
 
+def test_who_goes_on_does_not_wait_with_one_that_came_again_for_one_that_is_lost() -> None:
+    """It resumes where they are, and leads as the first of them, after the loss of a leader."""
+    again, goes_on = map(link_of, places_of(3)[:2])
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        for link in (again, goes_on):
+            stack.callback(link.close)
+        roles = [pool.submit(link.find, "", link is again) for link in (again, goes_on)]
+        assert [role.result(3) for role in roles] == ["lead", "follow"]
+
+
 def test_bytes_of_a_connection_that_ends_count_until_it_has_ended(
     leader: Link, places: list[Place]
 ) -> None:

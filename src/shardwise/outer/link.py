@@ -58,7 +58,7 @@ class Link:
         self._peers: set[Peer] = set()  # all connections, until they have ended
         self._followers: dict[int, Peer] = {}
         self._leader: Peer | None = None
-        self._leads, self._closed = False, False
+        self._leads, self._begun, self._closed = False, False, False
         self._joining: list[Joining] = []
         self._ready: list[Peer] = []  # those that have the state, and wait for the next exchange
         self._answered: dict[int, float] = {}  # worker → when it answered last
@@ -120,12 +120,12 @@ class Link:
 
         Args:
             digest: of this worker's state.
-            first: wait for all workers, as long as ``timeout``, before one leads without the rest.
+            first: before one leads without the rest wait for ``timeout``, unless others have begun.
 
         Raises:
             RanksDisagree: the leader refuses this worker.
         """
-        waited = Waited()
+        waited, self._begun = Waited(), not first
         while not self._closed:
             answers = {w: answer for w in self._place.others if (answer := self._place.ask(w))}
             self._answered |= dict.fromkeys(answers, monotonic())
@@ -133,7 +133,8 @@ class Link:
             if leader is not None and self._follow(leader, digest):
                 return "follow"
             missing = [w for w in self._place.others if w not in answers]
-            late = not first or waited.seconds > self._place.timeout
+            begun = self._begun or any(answer["begun"] for answer in answers.values())
+            late = begun or waited.seconds > self._place.timeout
             is_first = all(not self._yields_to(w, a["updates"]) for w, a in answers.items())
             if leader is None and is_first and (late or not missing):
                 self._lead()
@@ -315,7 +316,8 @@ class Link:
             connection = wire.accept(client, self._place.token, self._place.patience)
             message = wire.receive(connection)
             if message.kind == "who":
-                answer = {"leads": self._leads, "updates": self._place.updates()}
+                updates = self._place.updates()
+                answer = {"leads": self._leads, "begun": self._begun, "updates": updates}
                 wire.send(connection, wire.Message("answer", answer))
                 connection.close()
                 return
