@@ -7,8 +7,12 @@ from shardwise.launch.host_file import Host, parse_hosts
 
 
 def test_hosts_and_their_slots() -> None:
-    text = "# two machines\ngpu01 slots=8\n\n10.0.0.2   slots = 4  # older\ngpu03\n"
-    assert parse_hosts(text, "hosts") == (Host("gpu01", 8), Host("10.0.0.2", 4), Host("gpu03", 1))
+    text = "# two machines\ngpu01 slots=8\n\n10.0.0.2   slots = 4  # older\nfe80::1%eth0\n"
+    assert parse_hosts(text, "hosts") == (
+        Host("gpu01", 8),
+        Host("10.0.0.2", 4),
+        Host("fe80::1%eth0", 1),
+    )
 
 
 def test_every_wrong_line_is_named() -> None:
@@ -28,6 +32,8 @@ def test_a_file_without_hosts() -> None:
 
 
 def test_a_file_of_another_kind_is_told_in_a_few_lines() -> None:
+    with pytest.raises(ConfigError, match=r"hosts:1 is .*; write HOST slots=N"):
+        parse_hosts("\ufffd\ufffd\0", "hosts")
     with pytest.raises(ConfigError, match=r"So are 97 more lines\.$") as caught:
         parse_hosts("no host at all\n" * 100, "hosts")
     assert len(str(caught.value).splitlines()) == 4

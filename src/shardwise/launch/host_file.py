@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwise.errors import ConfigError
 
 MOST = 3  # problems that are told one by one
-_LINE = re.compile(r"(?P<name>[^\s=#]+)(\s+slots\s*=\s*(?P<slots>\d+))?")
+_LINE = re.compile(r"(?P<name>[\w.:\[\]%-]+)(\s+slots\s*=\s*(?P<slots>\d+))?")
 
 
 class Host(NamedTuple):
