@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from traceback import walk_stack
 from types import CodeType
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 _PATHS = sysconfig.get_paths()
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _SHARDWISE = f"{Path(__file__).parents[2]}{os.sep}"
-_reading = Lock()  # or one thread would let garbage be collected where another still reads
+_reading = RLock()  # or one thread would let garbage be collected where another still reads
 #: What ``activity()`` asks, while it lives.
 active: WeakSet[Any] = WeakSet()
 # They call the user's program, which calls torch again.
