@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.watchdog import call_site
-from shardwise.comm.watchdog.call_site import joint_call, stack_of, user_call
+from shardwise.comm.watchdog.call_site import joint_call, stack_of, uncollected, user_call
 from tests.fake import FakeComm
 
 
@@ -164,6 +164,25 @@ def test_where_no_garbage_is_collected_none_is_afterwards() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_several_threads_may_read_stacks_at_once_and_garbage_is_collected_after_the_last() -> None:
+    """One that reads may let go of a comm, which waits for its watchdog, which reads."""
+    ended, entered = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with uncollected():
+            entered.set()
+            assert ended.wait(60)
+
+    other = threading.Thread(target=read)
+    with uncollected():
+        other.start()
+        assert entered.wait(60)
+    assert not gc.isenabled()
+    ended.set()
+    other.join()
+    assert gc.isenabled()
 
 
 def test_stacks_that_were_read_keep_nothing_alive() -> None:

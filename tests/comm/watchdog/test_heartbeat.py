@@ -120,7 +120,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def freeze(*_: object) -> None:
-    time.sleep(0.3)  # so that a heartbeat says where
+    time.sleep(1.0)  # so that a heartbeat says where, on a busy machine, too
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

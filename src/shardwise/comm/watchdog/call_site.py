@@ -24,7 +24,8 @@ import torch
 _PATHS = sysconfig.get_paths()
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _SHARDWISE = f"{Path(__file__).parents[2]}{os.sep}"
-_reading = RLock()  # or one thread would let garbage be collected where another still reads
+_lock = RLock()
+_collected: list[bool] = []  # for each reader, whether garbage was collected when it came
 #: What ``activity()`` asks, while it lives.
 active: WeakSet[Any] = WeakSet()
 # They call the user's program, which calls torch again.
@@ -43,13 +44,15 @@ def uncollected() -> Iterator[None]:
     # In Python 3.11 a collection beside ``sys._current_frames()`` stops the process for good
     # (https://github.com/python/cpython/issues/106883), and beside ``f_back``, which makes an
     # object for the frame, it lets the other thread leave that frame meanwhile.
-    with _reading:
-        collects = gc.isenabled()
+    # What is let go of in between may close a comm, which waits for a thread: no lock is held.
+    with _lock:
+        _collected.append(gc.isenabled())
         gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
+    try:
+        yield
+    finally:
+        with _lock:
+            if _collected.pop() and not _collected:
                 gc.enable()
 
 
