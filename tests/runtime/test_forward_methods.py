@@ -194,6 +194,7 @@ READS: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "a view": lambda model, x: x @ model.head.weight.T,
     "a view of what is frozen": lambda model, x: x @ model.frozen.T.contiguous(),
     "a function of the user's own": lambda model, x: times(x, model.norm.weight),
+    "one that is given a view": lambda model, x: times(x, model.head.weight[1]),
     "several": lambda model, x: torch.cat([model.norm.weight, model.norm.bias]).outer(x[0, 0]),
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.memory.gathered_parameter import Uncalled, UncalledParameter
+from shardwise.memory.gathered_parameter import CALLED, Uncalled
 from shardwise.memory.shard_tensor.function_call import Call
 from shardwise.memory.shard_tensor.shard_tensor import ShardTensor
 from shardwise.memory.shard_tensor.sharded_parameter import ShardedParameter
@@ -81,7 +81,7 @@ def _of_any_class(method: Any) -> Callable[..., Any]:
 def _intercepted(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if UncalledParameter in (kinds := {*map(type, (*args, *kwargs.values()))}):
+        if not CALLED.keys().isdisjoint(kinds := {*map(type, (*args, *kwargs.values()))}):
             return Uncalled.__torch_function__(function, kinds, args, kwargs)
         if not _KINDS.isdisjoint(kinds):
             args, kwargs = _without_shards(function, args, kwargs)
