@@ -332,9 +332,12 @@ def test_who_leads_next_sends_what_was_due_before_it_came_since_others_wait_for_
         if worker.number == 0:
             sent.wait(20)
             outer._start.step = 1  # and its own part was not sent
-            for some in (links[0]._joining, links[0]._ready):
-                wait_for(lambda some=some: some)  # type: ignore[misc]
+
+            def takes_part() -> bool:
                 outer._admit(expected=False)
+                return 1 in links[0]._tally.present
+
+            wait_for(takes_part)
             back.wait(20)
             outer.close()
             return
