@@ -90,7 +90,8 @@ def _module(native: Any) -> Any:
     module.reset_peak_memory_stats = lambda _=None: native.reset_peak()
     module.synchronize = module.empty_cache = lambda _=None: None
     module._is_in_bad_fork = lambda: False
-    module.manual_seed_all = lambda seed: [native.generator(k).manual_seed(seed) for k in range(8)]
+    generators = [native.generator(index) for index in range(COUNT)]
+    module.manual_seed_all = lambda seed: [one.manual_seed(seed) for one in generators]
     module.get_rng_state = lambda device=DEVICE: native.generator(_index(device)).get_state()
     module.set_rng_state = lambda state, device=DEVICE: native.generator(_index(device)).set_state(
         state

@@ -6,8 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +43,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("device"))
 
 
-@contextmanager
-def group(rank: int, world: int, folder: str, library: Path) -> Iterator[Any]:
-    """The device of this rank, and torch's default group on it."""
-    see(library)
-    torch.accelerator.set_device_index(rank)
-    store = FileStore(f"{folder}/store", world)
-    dist.init_process_group("mockccl", store=store, rank=rank, world_size=world)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def on_ranks(world: int, library: Path, program: Callable[..., Any], *args: Any) -> list[Any]:
-    """``program(comm, *args)`` on the device of each rank."""
+    """``program(group, *args)`` on each rank, whose group and device are the default ones."""
     outcomes = outcomes_of(world, _on_rank, library, program, *args)
     assert [outcome.error for outcome in outcomes] == [""] * world
     return [outcome.value for outcome in outcomes]
@@ -65,8 +53,13 @@ def on_ranks(world: int, library: Path, program: Callable[..., Any], *args: Any)
 def _on_rank(
     rank: int, world: int, folder: str, library: Path, program: Callable[..., Any], *args: Any
 ) -> Any:
-    with group(rank, world, folder, library) as ranks:
-        return program(ranks, *args)
+    see(library)
+    torch.accelerator.set_device_index(rank)
+    store = FileStore(f"{folder}/store", world)
+    dist.init_process_group("mockccl", store=store, rank=rank, world_size=world)
+    result = program(dist.group.WORLD, *args)
+    dist.destroy_process_group()
+    return result
 
 
 # --- the device itself ---------------------------------------------------------------------------
@@ -185,7 +178,7 @@ def losses(comm: Comm, recipe: Recipe) -> list[float]:
 
 def test_a_program_that_ends_its_group_first_ends_without_a_word(library: Path) -> None:
     program = f"""
-import os, torch
+import torch
 from pathlib import Path
 from tests.device import see
 see(Path({str(library)!r}))

@@ -73,6 +73,15 @@ def admitted(leader: Link) -> None:
     leader.admit(asked(leader), [])
 
 
+def begun(leader: Link, place: Place) -> Connection:
+    """Worker 1 takes part, beside the leader alone."""
+    connection = join(place)
+    admitted(leader)
+    send(connection, Message("ready", {}))
+    wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
+    return connection
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -85,10 +94,7 @@ def admitted(leader: Link) -> None:
 def test_a_worker_that_sends_what_no_part_is_is_lost_and_stops_nobody(
     leader: Link, places: list[Place], part: Message
 ) -> None:
-    connection = join(places[1])
-    admitted(leader)
-    send(connection, Message("ready", {}))
-    wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
+    connection = begun(leader, places[1])
     leader.send(Key("a", 0), bytes(NBYTES))
     send(connection, part)
     assert leader.receive(Key("a", 0)) == bytes(NBYTES)
@@ -206,10 +212,7 @@ def test_a_part_that_comes_after_the_lead_has_ended_forms_no_mean(
     leader: Link, places: list[Place]
 ) -> None:
     """Else this worker would apply it alone, and beside the one that it follows then."""
-    connection = join(places[1])
-    admitted(leader)
-    send(connection, Message("ready", {}))
-    wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
+    connection = begun(leader, places[1])
     leader.send(Key("a", 0), bytes(NBYTES))
     (follower,) = leader._followers.values()
     leaving = threading.Thread(target=leader.leave)
@@ -297,10 +300,7 @@ def test_who_goes_on_does_not_wait_with_one_that_came_again_for_one_that_is_lost
 def test_bytes_of_a_connection_that_ends_count_until_it_has_ended(
     leader: Link, places: list[Place]
 ) -> None:
-    connection = join(places[1])
-    admitted(leader)
-    send(connection, Message("ready", {}))
-    wait_for(lambda: leader.joining(0, expected=False) is None and leader.present == [0, 1])
+    connection = begun(leader, places[1])
     leader.send(Key("a", 0), bytes(NBYTES))
     send(connection, Message("part", {"unit": "a", "update": 0}, bytes(NBYTES)))
     assert leader.receive(Key("a", 0)) == bytes(NBYTES)
