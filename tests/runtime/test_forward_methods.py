@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, cast
 
@@ -187,6 +188,12 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
     return cast("Tensor", Times.apply(x, weight))  # type: ignore[no-untyped-call]
 
 
+def write(x: Tensor, to: Callable[[Tensor], object]) -> Tensor:
+    out = x.clone()
+    to(out)
+    return out
+
+
 READS: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "a module": lambda model, x: model.head(x),
     "one whose parameters lie on one rank": lambda model, x: model.norm(x),
@@ -195,6 +202,8 @@ READS: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "a view of what is frozen": lambda model, x: x @ model.frozen.T.contiguous(),
     "a function of the user's own": lambda model, x: times(x, model.norm.weight),
     "one that is given a view": lambda model, x: times(x, model.head.weight[1]),
+    "what writes to a part": lambda model, x: write(x, lambda out: out[0].mul_(model.scale)),
+    "items": lambda model, x: write(x, lambda out: out.__setitem__(0, model.norm.bias)),
     "several": lambda model, x: torch.cat([model.norm.weight, model.norm.bias]).outer(x[0, 0]),
 }
 
@@ -231,6 +240,38 @@ def test_what_was_read_while_its_unit_was_whole_is_whole_again_for_its_backward_
         model = models[comm.rank]
         sharded = sw.shard(model, comm=comm)
         train(model, *BATCHES[comm.rank], READS[read])
+        assert_gradients(model, truth)
+        assert_at_rest(sharded)
+
+    run(2, rank)
+
+
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+@pytest.mark.parametrize("read", READS)
+def test_so_is_what_was_read_after_a_backward_pass_that_was_not_reduced(
+    read: str, run: Callable[..., object]
+) -> None:
+    """Its unit stays whole for the next micro-batch."""
+    models = [Parts() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def step(model: nn.Module, batch: Batch, accumulate: Callable[..., Any]) -> None:
+        (x,) = batch
+        with accumulate(last=False):
+            model(x).square().sum().backward()
+            out = READS[read](cast("Parts", model), x).square().sum()
+        with accumulate(last=True):
+            model(x + out).square().sum().backward()
+
+    def plain(model: nn.Module, batch: Batch) -> None:
+        step(model, batch, lambda last: nullcontext())
+
+    truth = averaged(models[0], plain, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        sharded = sw.shard(model, comm=comm, strategy="shard_grad_op")
+        step(model, BATCHES[comm.rank], sharded.accumulate)
         assert_gradients(model, truth)
         assert_at_rest(sharded)
 

@@ -69,7 +69,7 @@ class Uncalled(Tensor):
         with internals.disable_torch_function():
             for given in filter(sharding_of, read):  # a deep copy has none
                 if (engine := given.sharding.engine()) is not None:
-                    for view in engine.was_read(given, result):
+                    for view in engine.was_read(given, (result, call.written)):
                         call.mark(view, given.sharding)
         return result
 

@@ -155,7 +155,7 @@ class Hooks:
     def was_read(self, whole: Any, result: Any) -> list[Tensor]:
         """``result`` was computed from a ``whole`` parameter between passes: its views in it."""
         made = tensors(result)
-        for node in grad_fns([tensor for tensor in made if tensor.grad_fn is not None]):
+        for node in grad_fns([t for t in made if t.grad_fn is not None], with_bases=True):
             node.register_prehook(partial(self._come_to, whole.sharding.unit))
         return [t for t in made if base_of(t) is not None and storage_key(t) == storage_key(whole)]
 

@@ -250,9 +250,9 @@ class Runtime:
         frees = [unit for unit, placement in self.policy.placements.items() if placement.frees]
         self._finish(end, () if facts.reduces else self.units.keys() - frees)
         self.trained.end_backward(used)
-        if used is not None and self.trained.buckets:  # every rank has answered
-            self._peers_may_read = False
+        turn(self.whole(), UNCALLED)
         if used is not None:
+            self._peers_may_read &= not self.trained.buckets  # else every rank has answered
             self._steps += 1
             self._is_at_end = not kept
             if not kept:
