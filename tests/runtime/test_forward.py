@@ -662,8 +662,13 @@ def test_between_steps_is_not_in_the_middle_of_one() -> None:
     assert "in the middle of a step" in error_text(sw.ScheduleError, lambda: model(IDS))
 
 
-def test_a_container_of_sharded_parts_is_not_pickled() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    sw.shard(model, comm=FakeComm(0, 2))
-    text = error_text(sw.ShardUseError, lambda: pickle.dumps(model))
-    assert "a module of the sharded Sequential cannot be pickled" in text
+@pytest.mark.parametrize("copied", [pickle.dumps, deepcopy])
+@pytest.mark.parametrize("part", ["0", "0.0"])
+def test_a_container_of_sharded_parts_is_not_copied(
+    part: str, copied: Callable[[nn.Module], Any]
+) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4))))
+    sw.shard(model, wrap=sw.wrap.whole(), comm=FakeComm(0, 2))
+    text = error_text(sw.ShardUseError, lambda: copied(model.get_submodule(part)))
+    assert "a module of the sharded Sequential cannot be pickled, or copied without" in text
+    assert "cannot be pickled" in error_text(sw.ShardUseError, lambda: pickle.dumps(model))

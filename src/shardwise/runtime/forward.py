@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 
 from shardwise.comm.watchdog.call_site import uncollected
 from shardwise.config.precision import Precision
-from shardwise.errors import RanksDisagree, ScheduleError, ShardUseError
+from shardwise.errors import RanksDisagree, ScheduleError
 from shardwise.memory.sharding import Sharding, sharding_of
 from shardwise.plan.schedule.events import Phase
 from shardwise.plan.units.structure import as_group, has_forward, partial_roots
@@ -125,12 +125,7 @@ class Hooks:
         return filter(None, map(sharding_of, params))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardUseError(
-            f"a module of the sharded {type(self.model).__name__} cannot be pickled, or copied "
-            "without the whole model: it belongs to this rank's group. Save model.state_dict() "
-            "(full tensors) or sharded.local_state_dict() (shards); copy.deepcopy(model) of the "
-            "whole model gives a plain copy."
-        )
+        return self.registered.__reduce_ex__(protocol)
 
     # ---- what shards ask -------------------------------------------------------------------
 

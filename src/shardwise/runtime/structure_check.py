@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardUseError
 from shardwise.memory.shard_tensor.adapter_order import ORDER, has_adapter
 from shardwise.runtime.other_engines import mark, refuse_wrapper, unmark
 from shardwise.torch_internals import children_of, get_version
@@ -72,6 +73,14 @@ class StructureCheck:
         if removed := [name for name in self._params if name not in current]:
             raise _change_error(removed[0], "removed")
         self.changed, self._lengths = False, self._lengths_now()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardUseError(
+            f"a module of the sharded {type(self.model).__name__} cannot be pickled, or copied "
+            "without the whole model: it belongs to this rank's group. Save model.state_dict() "
+            "(full tensors) or sharded.local_state_dict() (shards); copy.deepcopy(model) of the "
+            "whole model gives a plain copy."
+        )
 
     def _lengths_now(self) -> list[int]:
         return [len(children_of(module)) for module in self._containers]

@@ -48,6 +48,9 @@ class StateHooks:
             handle.remove()
         self._handles.clear()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._check.__reduce_ex__(protocol)
+
     def _make_whole(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
