@@ -39,9 +39,9 @@ def recorded_by_autograd(function: str, shard: Tensor) -> ShardUseError:
         f"{_describe(shard)}, and autograd would record {function!r} on it as if it were the full "
         "parameter. To add the penalty c * sum(p.pow(2).sum() for p in model.parameters()) to "
         "the loss, add its gradient after backward(): `for p in model.parameters(): "
-        "p.grad.add_(p.detach(), alpha=2 * c)`. Otherwise read the parameter in the forward() of "
-        "the model, where it is gathered, or detach it: p.detach() is correct in elementwise "
-        "functions, norms and sums."
+        "p.grad.add_(p.detach(), alpha=2 * c)`. Otherwise read it in the model's forward(), or in "
+        "what sharded.register_forward_method(model, 'encode') names, where it is gathered; or "
+        "detach it: p.detach() is correct in elementwise functions, norms and sums."
     )
 
 
