@@ -75,7 +75,7 @@ def test_forward_called_past_the_model_is_an_error_that_says_how_to_call_it() ->
         for text in texts:
             assert text == (
                 f"parameter 'gain' is sharded: this rank has elements {start} to {stop} of 6 "
-                f"(shard ({stop - start},) of (6,), unit '(root)'), and 'mul' needs the full "
+                f"(shape (6,), unit '(root)'), and 'mul' needs the full "
                 "tensor. It is gathered only while its unit computes: call the model or the module "
                 "through model(...), not .forward(...), and let the unit's own modules read it; "
                 "give a block that is called by itself a unit, by "

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, func, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
@@ -276,6 +276,116 @@ def test_so_is_what_was_read_after_a_backward_pass_that_was_not_reduced(
         assert_at_rest(sharded)
 
     run(2, rank)
+
+
+TRANSFORMS: dict[str, Callable[[Parts, Tensor], object]] = {
+    "vmap": lambda model, x: func.vmap(model.head)(x),
+    "vmap over rows": lambda model, x: func.vmap(lambda row: row @ x[0, 0])(model.head.weight),
+    "vmap and a view": lambda model, x: func.vmap(lambda row: row @ model.head.weight.T)(x),
+    "grad": lambda model, x: func.grad(lambda scale: (x * scale).sum())(model.scale),
+    "grad by a view": lambda model, x: func.grad(lambda w: (x @ w).sum())(model.head.weight.T),
+    "grad by inputs": lambda model, x: func.grad(lambda x: (x * model.scale).sum())(x),
+    "jacrev": lambda model, x: func.jacrev(lambda x: x * model.norm.weight)(x[0, 0]),
+    "vjp": lambda model, x: func.vjp(lambda scale: x * scale, model.scale),
+    "values of no graph": lambda model, x: func.vmap(torch.no_grad()(model.head))(x),
+}
+
+
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_read_no_parameter_between_passes_as_they_read_none_between_steps(
+    transform: str, run: Callable[..., object]
+) -> None:
+    """Ranks raised errors of torch that differed, or the process died."""
+    models = [Parts() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    truth = averaged(models[0], by_forward, BATCHES)
+
+    def rank(comm: Comm) -> None:
+        model, (x,) = models[comm.rank], BATCHES[comm.rank]
+        sharded = sw.shard(model, comm=comm)
+        loss = model(x).square().mean()
+        with pytest.raises(sw.ShardUseError, match=r"transform of torch\.func.*full_params\(\)"):
+            TRANSFORMS[transform](model, x)
+        loss.backward()  # nothing is broken by it
+        assert_gradients(model, truth)
+        assert_at_rest(sharded)
+        with sharded.full_params():
+            TRANSFORMS[transform](model, x)
+
+    run(2, rank)
+
+
+def test_a_transform_may_ask_what_a_parameter_is() -> None:
+    model = Parts()
+    sw.shard(model, comm=FakeComm(0, 2))
+    model(*BATCHES[0])
+    func.vmap(lambda x: x.to(model.scale.dtype).view(model.head.weight.shape[0]))(BATCHES[0][0][0])
+
+
+VIEWS: dict[str, Callable[[Parts], Tensor]] = {
+    "detach()": lambda model: model.scale.detach(),
+    "data": lambda model: model.norm.weight.data,
+    "a view": lambda model: model.head.weight.T,
+    "a view without a graph": torch.no_grad()(lambda model: model.head.weight[1]),
+    "a view of a view": lambda model: model.head.weight.detach()[1:],
+}
+USES: tuple[Callable[[Tensor], object], ...] = (
+    torch.sum,
+    torch.no_grad()(lambda view: view.mul_(2)),
+    lambda view: view.tolist(),
+)
+
+
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_a_whole_parameter_is_one_until_its_unit_is_sharded(
+    view: str, use: Callable[[Tensor], object], run: Callable[..., object]
+) -> None:
+    """In shared memory it had the values of a step before, for good; else torch's error, or none.
+
+    What wrote to memory that is gone ended the process.
+    """
+    models = [Parts() for _ in range(2)]
+
+    def rank(comm: Comm) -> None:
+        model, (x,) = models[comm.rank], BATCHES[comm.rank]
+        sw.shard(model, comm=comm)
+        loss = model(x).square().mean()
+        kept = VIEWS[view](model)
+        copied = deepcopy(kept.detach())
+        assert torch.equal(copied, kept)
+        loss.backward()
+        assert type(copied) is Tensor
+        use(copied)
+        with pytest.raises(sw.ShardUseError, match=r"of a view that was read before.*full_params"):
+            use(kept)
+
+    run(2, rank)
+
+
+def test_a_row_may_be_written_where_nothing_is_recorded() -> None:
+    models = [Parts() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def step(model: nn.Module, batch: Batch) -> None:
+        loss = model(*batch).square().mean()
+        with torch.no_grad():
+            model.get_parameter("head.weight")[1].mul_(2)
+        loss.backward()
+
+    truth = averaged(models[0], step, BATCHES)
+    doubled = models[0].head.weight[1].detach() * 2
+
+    def rank(comm: Comm) -> None:
+        sharded = sw.shard(models[comm.rank], comm=comm)
+        step(models[comm.rank], BATCHES[comm.rank])
+        assert_gradients(models[comm.rank], truth)
+        with sharded.full_params():
+            assert torch.equal(models[comm.rank].head.weight[1], doubled)
+
+    run_threads(2, rank)
 
 
 def test_a_registration_outlasts_relayout_and_ends_with_unshard() -> None:

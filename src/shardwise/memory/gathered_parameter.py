@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise import torch_internals as internals
 from shardwise.memory.shard_tensor.function_call import Call
+from shardwise.memory.shard_tensor.use_errors import needs_full_tensor
 from shardwise.memory.sharding import sharding_of
 
 _BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -61,21 +63,37 @@ class Uncalled(Tensor):
     ) -> Any:
         call = Call(func, args, kwargs or {}, Uncalled)
         read = call.shards(call.tensors())
+        reader = call.name if call.attribute in ("", "T", "mT", "H", "mH", "data") else ""
+        with internals.disable_torch_function():
+            params = [_parameter_of(given, reader) for given in read]
         turn(read, CALLED)
         try:
             result = call.run()
         finally:
             turn(read, UNCALLED)
         with internals.disable_torch_function():
-            for given in filter(sharding_of, read):  # a deep copy has none
-                if (engine := given.sharding.engine()) is not None:
-                    for view in engine.was_read(given, (result, call.written)):
-                        call.mark(view, given.sharding)
+            for param in filter(sharding_of, params):  # a deep copy has none
+                if (engine := param.sharding.engine()) is not None:
+                    for view in engine.was_read(param, (result, call.written)):
+                        _VIEWED[view], view.__class__ = param, Uncalled
         return result
 
 
 class UncalledParameter(Uncalled, GatheredParameter):
     """The class of a whole parameter between passes."""
+
+
+_VIEWED: Any = WeakTensorKeyDictionary()  # views between passes → the parameters that they show
+
+
+def _parameter_of(read: Any, reader: str) -> Any:
+    """The parameter; an error if autograd could not come back to it, or it shows other memory."""
+    param, key = _VIEWED.get(read, read), internals.storage_key
+    is_shown = isinstance(param, GatheredParameter) and key(param) == key(read)
+    if reader and (internals.is_transformed() or not is_shown) and sharding_of(param) is not None:
+        how = "in a transform of torch.func" if is_shown else "of a view that was read before"
+        raise needs_full_tensor(f"{reader} {how}", param)
+    return param
 
 
 def turn(tensors: Iterable[Tensor], classes: Mapping[type[Tensor], type[Tensor]]) -> None:
@@ -109,5 +127,6 @@ def _writing() -> list[str]:
 
 
 for _name in _writing():
-    if callable(getattr(Tensor, _name, None)):
-        setattr(GatheredParameter, _name, _checked(_name))
+    setattr(GatheredParameter, _name, _checked(_name))
+
+internals.skip_in_dynamo(vars(Uncalled)["__torch_function__"].__func__)

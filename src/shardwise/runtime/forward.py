@@ -42,7 +42,6 @@ from shardwise.runtime.pytrees import (
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.structure_check import StructureCheck
 from shardwise.torch_internals import (
-    base_of,
     graph_task,
     is_transformed,
     keeps_parametrized,
@@ -150,9 +149,11 @@ class Hooks:
     def was_read(self, whole: Any, result: Any) -> list[Tensor]:
         """``result`` was computed from a ``whole`` parameter between passes: its views in it."""
         made = tensors(result)
-        for node in grad_fns([t for t in made if t.grad_fn is not None], with_bases=True):
+        recorded = [t for t in made if torch.is_grad_enabled() and t.grad_fn is not None]
+        for node in grad_fns(recorded, with_bases=True):
             node.register_prehook(partial(self._come_to, whole.sharding.unit))
-        return [t for t in made if base_of(t) is not None and storage_key(t) == storage_key(whole)]
+        plain = [t for t in made if type(t) is Tensor and t.layout is torch.strided]
+        return [t for t in plain if storage_key(t) == storage_key(whole)]
 
     def _come_to(self, unit: str, gradients: Any) -> None:
         self.backward.begin()
@@ -196,8 +197,7 @@ class Hooks:
             self._begin(unit)
         call = self._expected(unit, recomputes)
         inputs = () if call is None else grad_fns(tensors(given))
-        handled = sys.exc_info()[1]
-        frame = Frame(module, unit, call, set(inputs), python, handled, not recomputes)
+        frame = Frame(module, unit, call, set(inputs), python, sys.exc_info()[1], not recomputes)
         self._frames.append(frame)
         if unit is not None:
             with outside_transforms():
@@ -328,8 +328,7 @@ class Hooks:
         around = unit is not None and self.runtime.facts.forward[unit] > 0
         if around or self.backward.suspended or any(f.module is module for f in self._frames):
             return func(*args, **kwargs)
-        given = (args, kwargs)
-        args, kwargs = self._enter(module, unit, given, sys._getframe()) or given
+        args, kwargs = self._enter(module, unit, (args, kwargs), sys._getframe()) or (args, kwargs)
         try:
             output = func(*args, **kwargs)
         except BaseException:

@@ -107,19 +107,12 @@ def converted(name: str, shard: Tensor, value: Tensor) -> ConfigError:
 
 def _describe(shard: Tensor) -> str:
     sharding: Sharding = shard.sharding  # type: ignore[attr-defined]
-    if isinstance(shard, nn.Parameter):
-        return f"parameter {sharding.name!r} is sharded: {_range(sharding, shard)}"
+    is_param, name = isinstance(shard, nn.Parameter), repr(sharding.name)
+    computed = f"this tensor is a shard of parameter {name} (its gradient, or computed from it)"
     return (
-        f"this tensor is a shard of parameter {sharding.name!r} (its gradient, or computed from "
-        f"it): {_range(sharding, shard)}"
-    )
-
-
-def _range(sharding: Sharding, shard: Tensor) -> str:
-    return (
-        f"this rank has elements {sharding.start:,} to {sharding.stop:,} of "
-        f"{sharding.shape.numel():,} (shard {tuple(shard.shape)} of {tuple(sharding.shape)}, unit "
-        f"{sharding.unit or '(root)'!r})"
+        f"{f'parameter {name} is sharded' if is_param else computed}: this rank has elements "
+        f"{sharding.start:,} to {sharding.stop:,} of {sharding.shape.numel():,} (shape "
+        f"{tuple(sharding.shape)}, unit {sharding.unit or '(root)'!r})"
     )
 
 
