@@ -44,26 +44,38 @@ def torchrun_lines(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "says"),
+    ("option", "value", "named"),
     [
-        ("--hosts", "", "'' has an empty name. Write it, or no --hosts"),
-        ("--hosts", "a,,b", "'a,,b' has an empty name"),
-        ("--address", "", "or no --address"),
-        ("--interface", "", "or no --interface"),
+        ("hosts", "", "''"),
+        ("hosts", "a,,b", "''"),
+        ("hosts", "a, b", "' b'"),
+        ("hosts", "a:2,b:2", "'a:2'"),
+        ("address", "", "''"),
+        ("address", "10.0.0.2:29500", "'10.0.0.2:29500'"),
     ],
 )
-def test_an_empty_name_is_refused(
-    capsys: pytest.CaptureFixture[str], option: str, value: str, says: str
+def test_what_names_no_host_is_refused(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, named: str
 ) -> None:
-    text = output(capsys, "my.yaml", option, value, code=2)
-    assert says in " ".join(text.split())
+    text = output(capsys, "my.yaml", f"--{option}", value, code=1)
+    rule = "it must be the name or address of a host, without port or brackets"
+    assert f"override --launch.{option} is {named}; {rule}" in text
 
 
-def test_an_empty_host_in_a_recipe_is_refused(
+def test_hosts_of_a_recipe_are_names_and_its_interface_has_one(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
+    assert "--launch.interface is ''; it must not be empty" in output(
+        capsys, "my.yaml", "--interface", "", code=1
+    )
     (here / "my.yaml").write_text("launch: {hosts: [a, '']}\n", "utf-8")
-    assert "it must not be empty" in output(capsys, "my.yaml", code=1)
+    assert "launch.hosts is ''; it must be the name" in output(capsys, "my.yaml", code=1)
+
+
+def test_the_line_for_every_node_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "my.yaml", "--interface", "eth 0;x")
+    [line] = [line for line in text.splitlines() if line.endswith("--start")]
+    assert "--interface=eth 0;x" in shlex.split(line)
 
 
 def test_threads_are_as_many_as_this_shell_has_set(

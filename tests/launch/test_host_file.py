@@ -26,6 +26,12 @@ def test_every_wrong_line_is_named() -> None:
     ]
 
 
+@pytest.mark.parametrize("line", ["a:2", "[fe80::1]", "-n slots=2"])
+def test_what_names_no_host_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="write HOST slots=N"):
+        parse_hosts(line, "hosts")
+
+
 def test_a_file_without_hosts() -> None:
     with pytest.raises(ConfigError, match="hosts names no host; write a line HOST slots=N"):
         parse_hosts("# none\n", "hosts")

@@ -82,12 +82,15 @@ def run_launch(arguments: Sequence[str], given: dict[str, object], options: Laun
 
     Args:
         arguments: of ``shardwise train``: a recipe, and overrides.
-        given: keys of the recipe's section ``launch`` that were options of the command.
+        given: keys of the recipe's section ``launch`` that were options of the command, as text.
     """
-    recipe = read_recipe(arguments[0], arguments[1:], ("--nodes", "--nproc", "--hosts"))
+    overrides = [f"launch.{key}={value}" for key, value in given.items() if value is not None]
+    recipe = read_recipe(
+        arguments[0], [*arguments[1:], *overrides], ("--nodes", "--nproc", "--hosts")
+    )
     file = options.host_file
     hosts = parse_hosts(file.read_text("utf-8", "replace"), str(file)) if file else ()
-    config = _config(recipe.launch, given, hosts)
+    config = _config(recipe.launch, hosts)
     options.refuse_unused(config.by)
     plan = _plan(recipe, tuple(arguments), config)
     if note := preset(os.environ):
@@ -95,9 +98,9 @@ def run_launch(arguments: Sequence[str], given: dict[str, object], options: Laun
     _ACTIONS[config.by](plan, options)
 
 
-def _config(config: LaunchConfig, given: dict[str, object], hosts: Sequence[Host]) -> LaunchConfig:
-    """The recipe's section with what the command line and a host file say."""
-    values = config.model_dump() | {k: v for k, v in given.items() if v is not None}
+def _config(config: LaunchConfig, hosts: Sequence[Host]) -> LaunchConfig:
+    """The recipe's section with what a host file says."""
+    values = config.model_dump()
     if hosts:
         least = min(hosts, key=lambda host: host.slots)
         values |= {"hosts": tuple(host.name for host in hosts)}
@@ -218,9 +221,8 @@ def _same_line(plan: LaunchPlan) -> str:
     options += [f"--hosts={','.join(plan.hosts)}"] * bool(plan.hosts)
     if interface := plan.variables.get(row("cpu").socket_interface):
         options.append(f"--interface={interface}")
-    options += ["--node-rank=$NODE_RANK"] * (plan.nodes > 2 and not plan.hosts)
-    line = shell("shardwise", "launch", *plan.arguments, **{RUN_TOKEN: plan.token})
-    return f"{line} {' '.join(options)} --start"
+    line = shell("shardwise", "launch", *plan.arguments, *options, **{RUN_TOKEN: plan.token})
+    return f"{line}{' --node-rank=$NODE_RANK' * (plan.nodes > 2 and not plan.hosts)} --start"
 
 
 def _start_node(plan: LaunchPlan, rank: int | None) -> None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from shardwise.cli.options import (
-    COUNT,
-    EXISTING_FILE,
-    FILE,
-    NUMBER,
-    OVERRIDES,
-    WITH_OVERRIDES,
-    not_empty,
-)
+from shardwise.cli.options import COUNT, EXISTING_FILE, FILE, NUMBER, OVERRIDES, WITH_OVERRIDES
 
 # --- launch ----------------------------------------------------------------------------------
 
@@ -28,24 +21,16 @@ from shardwise.cli.options import (
 @click.argument("recipe", type=click.Path())
 @click.option("--nodes", type=COUNT, help="Machines.")
 @click.option("--nproc", type=COUNT, help="Ranks of each machine.")
-@click.option(
-    "--hosts", callback=not_empty, help="Names or addresses of all machines, by rank, with commas."
-)
+@click.option("--hosts", help="Names or addresses of all machines, by rank, with commas.")
 @click.option(
     "--hostfile",
     "host_file",
     type=EXISTING_FILE,
     help="A file with a line HOST slots=N for each machine.",
 )
-@click.option(
-    "--address",
-    callback=not_empty,
-    help="Of node 0.  [default: a private one of this host]",
-)
+@click.option("--address", help="Of node 0.  [default: a private one of this host]")
 @click.option("--port", type=click.IntRange(1, 65_535), help="At that address.")
-@click.option(
-    "--interface", callback=not_empty, help="Network interface of every machine.  [default: found]"
-)
+@click.option("--interface", help="Network interface of every machine.  [default: found]")
 @click.option("--restarts", type=NUMBER, help="After a rank died.")
 @click.option("--node-rank", type=NUMBER, help="With --start: which this is.")
 @click.option("--start", is_flag=True, help="Start this node's ranks, by torchrun.")
@@ -87,7 +72,7 @@ def launch(recipe: str, overrides: tuple[str, ...], hosts: str | None, **options
         raise click.UsageError(f"--{' and --'.join(launchers)} exclude each other; pass one.")
     keys = ("nodes", "nproc", "address", "port", "interface", "restarts")
     given = {"by": next(iter(launchers), None)} | {key: options.pop(key) for key in keys}
-    given["hosts"] = None if hosts is None else tuple(hosts.split(","))
+    given["hosts"] = None if hosts is None else json.dumps(hosts.split(","))
     run_launch((recipe, *overrides), given, LaunchOptions(**options))
 
 

@@ -13,9 +13,12 @@ class FileToWrite(click.Path):
     """A file that may not exist yet, in a folder that does: known before minutes of work."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path. Raises ``click.BadParameter``: it is a folder, or has none."""
+        """The path. Raises ``click.BadParameter``: it is a folder, or lies in none."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if not path.parent.is_dir():
+        existing = next(parent for parent in path.parents if parent.exists())
+        if not existing.is_dir():
+            self.fail(f"{existing} is a file, and no folder. Name another file.", param, ctx)
+        if existing != path.parent:
             self.fail(
                 f"the folder {path.parent} does not exist. Make it, or name another file.",
                 param,
@@ -33,13 +36,6 @@ class Picture(FileToWrite):
         if path.suffix.lower() != ".png":
             self.fail(f"it is drawn as PNG. Write {path.with_suffix('.png')}.", param, ctx)
         return path
-
-
-def not_empty(_: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """The ``value`` of an option. Raises ``click.BadParameter``: it is empty."""
-    if value is None or all(value.split(",")):
-        return value
-    raise click.BadParameter(f"{value!r} has an empty name. Write it, or no {option.opts[0]}.")
 
 
 PATH = click.Path(path_type=Path)

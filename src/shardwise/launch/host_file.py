@@ -8,7 +8,9 @@ from typing import NamedTuple
 from shardwise.errors import ConfigError
 
 MOST = 3  # problems that are told one by one
-_LINE = re.compile(r"(?P<name>[\w.:\[\]%-]+)(\s+slots\s*=\s*(?P<slots>\d+))?")
+# A name, or an address of IPv4 or IPv6: one colon begins a port, or slots as MPICH has them.
+HOST = r"\w[\w.-]*|(?:[\da-fA-F]*:){2,}[\da-fA-F.]*(?:%[\w.-]+)?"
+_LINE = re.compile(rf"(?P<name>{HOST})(\s+slots\s*=\s*(?P<slots>\d+))?")
 
 
 class Host(NamedTuple):

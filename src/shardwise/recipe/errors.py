@@ -27,6 +27,7 @@ _RULES = {
     "bool_type": "be true or false",
     "string_type": "be text; put it in quotes",
     "string_too_short": "not be empty",
+    "string_pattern_mismatch": "be the name or address of a host, without port or brackets",
     "greater_than": "be greater than {gt}",
     "greater_than_equal": "be at least {ge}",
     "less_than": "be less than {lt}",
@@ -101,7 +102,7 @@ def _message(
     if problem["type"] == "value_error":  # raised by a validator of ours
         sentence = str(problem["ctx"]["error"])
         return f"{origins(key_path, sentence)}: {sentence}"
-    rule = _RULES.get(problem["type"], "") if len(problems) == 1 else ""
+    rule = _RULES.get(problem["type"], "") if len({p["type"] for p in problems}) == 1 else ""
     limits = {
         name: f"{value:g}" if isinstance(value, float) else value
         for name, value in problem.get("ctx", {}).items()

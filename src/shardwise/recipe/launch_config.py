@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from shardwise.launch.host_file import HOST
 from shardwise.recipe.section import Positive, Section
 
+HostName = Annotated[str, Field(pattern=rf"^(?:{HOST})$")]
 Launcher = Literal["torchrun", "slurm", "mpi", "ray", "k8s", "sky"]
 
 
@@ -19,11 +21,11 @@ class LaunchConfig(Section):
     nproc: Positive | None = Field(
         None, description="ranks of each machine; null = one for each device"
     )
-    hosts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    hosts: tuple[HostName, ...] = Field(
         (), description="names or addresses of the machines, by rank"
     )
-    address: str | None = Field(
-        None, min_length=1, description="of machine 0, where the ranks meet; null = found"
+    address: HostName | None = Field(
+        None, description="of machine 0, where the ranks meet; null = found"
     )
     port: Annotated[int, Field(gt=0, lt=65_536)] = Field(29500, description="at that address")
     interface: str | None = Field(
