@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tests.launch import slurm_cluster
 from tests.launch.mpi_hosts import over
 from tests.launch.slurm_cluster import output_of
 from tests.ranks import free_port
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.spawn, pytest.mark.slow]
 
@@ -90,13 +89,6 @@ def losses_in(folder: Path) -> dict[int, float]:
     losses = {int(r["step"]): r["loss"] for r in records(folder) if r["record"] == "stepped"}
     assert sorted(losses) == [*range(1, 201)]
     return losses
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def has_come_to(step: int, output: Path) -> bool:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from shardwise.errors import ShardwiseError
 from shardwise.launch.launcher import EXIT_STOPPED, available_cores, default_environment, start
 from tests.forked import forked
+from tests.waiting import wait_for
 
 # What each rank runs: a short script, not torch, so that a test takes about a second.
 FAIL = """
@@ -217,13 +218,6 @@ def launched(code: str, folder: Path, *arguments: str) -> Iterator[subprocess.Po
             yield launcher
         finally:
             launcher.kill()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def both_received(folder: Path, *numbers: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from shardwise.outer.link import Link
 from shardwise.outer.place import Place
 from tests.optim.test_average import model as plain_model
 from tests.ranks import run_threads
+from tests.waiting import wait_for
 
 AVERAGE: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "wire": "float32"}
 State = dict[str, Tensor]
@@ -212,7 +212,7 @@ def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_sta
         if worker.number == 0:
             outer.close()
             lost.set()
-            alone.wait(20)
+            wait_for(alone.is_set)
             net, sharded, optimizer = worker.model()
             outer = worker.outer(sharded, optimizer, delay=0)
             assert outer.steps >= 8  # it goes on where the others are
@@ -221,7 +221,7 @@ def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_sta
             assert told == {"leads": False, "begun": False, "updates": updates}
             back.set()
         else:
-            lost.wait(20)
+            wait_for(lost.is_set)
             worker.steps(net, optimizer, outer, range(4, 8))
             alone.set()
             step = 8
@@ -279,11 +279,6 @@ def test_a_worker_that_returns_while_a_mean_is_on_its_way_gets_it() -> None:
     """The leader had formed it, alone; who joined then sent its part, and waited for that mean."""
     lost, sent, done = threading.Event(), threading.Event(), threading.Barrier(2)
 
-    def wait_for(some: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 20
-        while not some() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
     def run(worker: Worker) -> State:
         net = plain_model()
         sharded = sw.shard(net, wrap=sw.wrap.whole(), comm=worker.comm)
@@ -292,10 +287,10 @@ def test_a_worker_that_returns_while_a_mean_is_on_its_way_gets_it() -> None:
         if worker.number == 1:
             outer.close()
             lost.set()
-            sent.wait(20)
+            wait_for(sent.is_set)
             outer = worker.outer(sharded, optimizer, every=3, delay=1)
         else:
-            lost.wait(20)
+            wait_for(lost.is_set)
             worker.steps(net, optimizer, outer, range(3))
             sent.set()
             link = outer._on_rank_0
@@ -313,13 +308,6 @@ def test_a_worker_that_returns_while_a_mean_is_on_its_way_gets_it() -> None:
     assert largest_difference(first, second) == 0
 
 
-def wait_for(some: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not some():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_who_leads_next_sends_what_was_due_before_it_came_since_others_wait_for_it() -> None:
     """Worker 2 has sent a unit; worker 1 comes after that step; worker 0 is lost without a mean."""
     away, sent, back = (threading.Event() for _ in range(3))
@@ -330,7 +318,7 @@ def test_who_leads_next_sends_what_was_due_before_it_came_since_others_wait_for_
         outer = worker.outer(sharded, optimizer, every=4, delay=1)  # the first is sent at step 1
         links[worker.number] = outer._on_rank_0
         if worker.number == 0:
-            sent.wait(20)
+            wait_for(sent.is_set)
             outer._start.step = 1  # and its own part was not sent
 
             def takes_part() -> bool:
@@ -338,17 +326,17 @@ def test_who_leads_next_sends_what_was_due_before_it_came_since_others_wait_for_
                 return 1 in links[0]._tally.present
 
             wait_for(takes_part)
-            back.wait(20)
+            wait_for(back.is_set)
             outer.close()
             return
         if worker.number == 1:
             outer.close()
             away.set()
-            sent.wait(20)
+            wait_for(sent.is_set)
             outer = worker.outer(sharded, optimizer, every=4, delay=1)
             back.set()
         else:
-            away.wait(20)
+            wait_for(away.is_set)
             wait_for(lambda: 1 not in links[0]._followers)
             worker.steps(net, optimizer, outer, range(1))
             sent.set()
@@ -397,7 +385,7 @@ def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:
         net, sharded, optimizer = worker.model()
         if worker.number:
             outer = worker.outer(sharded, optimizer)
-            left.wait(20)
+            wait_for(left.is_set)
         else:
             outer = worker.outer(sharded, optimizer, stops=stop.is_set)
             stop.set()

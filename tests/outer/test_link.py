@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -19,6 +18,7 @@ from shardwise.outer.peer import Joining, Peer
 from shardwise.outer.place import Place
 from shardwise.outer.tally import Key
 from tests.outer.test_diloco import free_addresses
+from tests.waiting import wait_for
 
 NBYTES = 8
 
@@ -45,13 +45,6 @@ def _leader(places: list[Place]) -> Iterator[Link]:
         stack.callback(link.close)
         assert link.find("", first=False) == "lead"
         yield link
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def join(place: Place) -> Connection:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from benchmarks.harness.hosts import Host, hosts, problem
 from benchmarks.slowlinks.run import METHODS, least_nbytes, measured
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.cluster,
@@ -55,14 +55,7 @@ class Started:
         return self._output.read_text()
 
     def wait_for_last(self, line: str) -> None:
-        wait_for(lambda: self.text.splitlines()[-1:] == [line], self)
-
-
-def wait_for(is_so: Callable[[], bool], *programs: Started) -> None:
-    deadline = time.monotonic() + 40
-    while not is_so():
-        assert time.monotonic() < deadline, [program.text for program in programs]
-        time.sleep(0.02)
+        wait_for(lambda: self.text.splitlines()[-1:] == [line], seen=lambda: self.text)
 
 
 def worker(pair: list[Host], number: int, output: Path, pause: float = 0.02) -> Started:
@@ -85,7 +78,9 @@ def program(pair: list[Host], folder: Path, **words: Any) -> list[Started]:
         run = {"method": "hybrid_shard", "rank": rank, "addresses": addresses, **words}
         module = ("-m", "benchmarks.slowlinks.program", json.dumps(run))
         started.append(Started(host, folder / str(rank), *module))
-    wait_for(lambda: pair[0].nbytes()["sent"] > 20e6, *started)  # they train
+    wait_for(
+        lambda: pair[0].nbytes()["sent"] > 20e6, seen=lambda: [one.text for one in started]
+    )  # they train
     return started
 
 
