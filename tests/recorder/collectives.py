@@ -22,6 +22,7 @@ from benchmarks.gpu.simulated import EchoStore
 from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import backend
 from shardwise.comm.transports.backend import BackendComm
+from shardwise.comm.transports.local import LocalComm
 from shardwise.comm.transports.transport import IMMEDIATE, Shutdown
 from tests.recorder.clocks import DEVICE, Event, Stream
 from tests.recorder.device import Device, Values, later
@@ -123,7 +124,7 @@ def late_comm(device: Device, size: int) -> Iterator[Comm]:
 
     def axes(replicate: int, shard: int) -> tuple[Comm, Comm]:
         over = (LateGroup(device, replicate, "replicate"), LateGroup(device, shard, "shard"))
-        first, second = (comm(one) for one in over)
+        first, second = (comm(one) if one.size > 1 else LocalComm(DEVICE) for one in over)
         return first, second
 
     def comm(over: Any, shutdown: Shutdown = IMMEDIATE) -> BackendComm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Program:
 
     @property
     def world(self) -> int:
-        return 4 if "mesh" in self.options else 2
+        return prod(self.options.get("mesh", (2,)))
 
     def run(self, comm: Comm) -> dict[str, Tensor]:
         """Losses, and this rank's parameters at the end."""

@@ -26,9 +26,10 @@ PROGRAMS = {
     "full_shard": Program(),
     "flat optimizer": Program("full_shard", ALL, flat=True),
     "hybrid": Program("hybrid_full", ROWS | ALL | {"precision": BF16}, raises="forward"),
+    "whole copies": Program("hybrid_full", {"mesh": (2, 1)}),
     "backward raises": Program("shard_grad_op", raises="backward"),
 }
-QUICK = ("flat optimizer", "hybrid")
+QUICK = ("flat optimizer", "hybrid", "whole copies")
 MORE = {
     "reentrant": Program(recomputes="reentrant", ahead=7),
     "compiled": Program("zero1", {"compile": "eager", "precision": BYTES}),

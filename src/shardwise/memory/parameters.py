@@ -170,7 +170,7 @@ class Bucket:
             self._pending = copied
             if not self._sent.is_filled:
                 self.copied += self._sent.fill(self.shard)
-            if not self.allocation.whole:
+            if not self.allocation.whole and self.mesh.shard.size > 1:
                 self._pending = self.mesh.shard.all_gather(self._writer, self._label)
 
     def load(self) -> None:
