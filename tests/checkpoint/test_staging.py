@@ -53,16 +53,15 @@ def test_a_buffer_is_used_again() -> None:
 
 
 def test_the_ranks_of_a_host_divide_a_quarter_of_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 << 18}  # 64 GiB
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    monkeypatch.setattr(machine_memory, "LIMITS", ())
+    monkeypatch.setattr(machine_memory, "_limits", lambda: ())
     assert [budget_of(ranks) >> 30 for ranks in (1, 2, 8)] == [16, 8, 2]
     pages["SC_PHYS_PAGES"] = 2 << 28  # 2 TiB
     assert budget_of(8) == MOST
-    (tmp_path / "memory.max").write_text(f"{16 << 30}\n", "ascii")
-    monkeypatch.setattr(machine_memory, "LIMITS", (str(tmp_path / "memory.max"),))
+    monkeypatch.setattr(machine_memory, "_limits", lambda: (16 << 30,))
     assert budget_of(2) == 2 << 30  # of a container
     pages["SC_PHYS_PAGES"] = 1000
     assert budget_of(8) == BLOCK
