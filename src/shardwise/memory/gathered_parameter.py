@@ -29,7 +29,7 @@ from shardwise.memory.shard_tensor.use_errors import needs_full_tensor
 from shardwise.memory.sharding import sharding_of
 
 _BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-_WRITES_NOTHING = ("requires_grad_", "share_memory_")
+_WRITES_NOTHING = {"requires_grad_", "share_memory_"}
 
 
 class GatheredParameter(nn.Parameter):
@@ -63,9 +63,10 @@ class Uncalled(Tensor):
     ) -> Any:
         call = Call(func, args, kwargs or {}, Uncalled)
         read = call.shards(call.tensors())
-        reader = call.name if call.attribute in ("", "T", "mT", "H", "mH", "data") else ""
         with internals.disable_torch_function():
-            params = [_parameter_of(given, reader) for given in read]
+            if call.attribute not in ("", "T", "mT", "H", "mH", "real", "imag", "data"):
+                return call.run()  # of no values
+            params = [_parameter_of(given, call.name) for given in read]
         turn(read, CALLED)
         try:
             result = call.run()
@@ -89,8 +90,8 @@ _VIEWED: Any = WeakTensorKeyDictionary()  # views between passes → the paramet
 def _parameter_of(read: Any, reader: str) -> Any:
     """The parameter; an error if autograd could not come back to it, or it shows other memory."""
     param, key = _VIEWED.get(read, read), internals.storage_key
-    is_shown = isinstance(param, GatheredParameter) and key(param) == key(read)
-    if reader and (internals.is_transformed() or not is_shown) and sharding_of(param) is not None:
+    is_shown = param is read or (isinstance(param, GatheredParameter) and key(param) == key(read))
+    if (internals.is_transformed() or not is_shown) and sharding_of(param) is not None:
         how = "in a transform of torch.func" if is_shown else "of a view that was read before"
         raise needs_full_tensor(f"{reader} {how}", param)
     return param
@@ -121,9 +122,8 @@ def _checked(name: str) -> Callable[..., Any]:
 
 def _writing() -> list[str]:
     """The names of the methods that write to their tensor, or hand its memory out."""
-    named = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")]
-    in_place = [name for name in named if name not in _WRITES_NOTHING]
-    return [*in_place, *(f"__i{name}__" for name in _BINARY), "__setitem__", "detach"]
+    named = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")}
+    return [*named - _WRITES_NOTHING, *(f"__i{op}__" for op in _BINARY), "__setitem__", "detach"]
 
 
 for _name in _writing():
