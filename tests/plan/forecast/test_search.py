@@ -250,6 +250,18 @@ def test_the_entry_point_is_called_plan(machine: str, options: dict[str, Any], f
         sw.plan(decoder(), machine, inputs, **options)
 
 
+def test_a_plan_without_machine_or_inputs_says_what_to_write() -> None:
+    import shardwise as sw
+
+    with pytest.raises(ConfigError, match="such as 8xH100"):
+        sw.plan(decoder())
+    with pytest.raises(ConfigError, match="what the model is called with is not known") as caught:
+        sw.plan(decoder(), "2xH100")
+    line = str(caught.value).split("2,048: ")[1].removesuffix(".")
+    (ids,), words = eval(line.split('"2xH100", ')[1].removesuffix(")"))(3)
+    assert (ids.shape, words) == ((3, 2048), {})
+
+
 @pytest.mark.parametrize("text", ["H100", "0xH100", "xH100"])
 def test_devices_without_a_number_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="such as 8xH100"):

@@ -44,8 +44,8 @@ def devices(text: str) -> tuple[int, str]:
 @checked
 def plan(
     model: nn.Module,
-    machine: str,
-    inputs: Callable[[int], Inputs],
+    machine: str = "",
+    inputs: Callable[[int], Inputs] | None = None,
     *,
     hosts: int = 1,
     link: str | None = None,
@@ -60,9 +60,9 @@ def plan(
 
     Args:
         model: best on the meta device; it stays as it is.
-        machine: devices of a host, such as ``"8xH100"``.
+        machine: devices of a host, such as ``"8xH100"``. Needed.
         inputs: rows of a micro-batch → positional and keyword arguments of the model's forward;
-            of tensors only shapes and dtypes matter. Of a language model in rows of 2,048:
+            of tensors only shapes and dtypes matter. Needed; of a language model in rows of 2,048:
             ``lambda rows: ((torch.zeros(rows, 2048, dtype=torch.int64),), {})``.
         hosts, link: how many there are, and what connects them: a name, or ``"400Gb/s"``.
         rows: of a step, over all ranks; ``None``: one micro-batch of each rank.
@@ -72,13 +72,20 @@ def plan(
         tokens: of the whole run.
 
     Raises:
-        ConfigError: no such accelerator, link or optimizer, or rows that ranks cannot share.
+        ConfigError: no inputs, no such accelerator, link or optimizer, or rows that ranks cannot
+            share.
         ScheduleError: the model looks at values, which the meta device does not have.
     """
+    per_host, name = devices(machine)
+    if inputs is None:
+        raise ConfigError(
+            "what the model is called with is not known. Pass a function of a micro-batch's rows; "
+            f'of a language model in rows of 2,048: sw.plan(model, "{machine}", lambda rows: '
+            "((torch.zeros(rows, 2048, dtype=torch.int64),), {}))."
+        )
     for option, number in {"hosts": hosts, "rows": rows, "tokens": tokens}.items():
         if number is not None and number < 1:
             raise ConfigError(f"{option} is {number}; it is a number from 1 on.")
-    per_host, name = devices(machine)
     question = Question(
         model,
         inputs,
