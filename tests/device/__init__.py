@@ -4,7 +4,9 @@
     ``see()``   makes torch know the device ``mock``, and shardwise its row
 
 A tensor of the host among the device's, or a collective of host memory, is an error here as on a
-GPU. What a device does late is not late here: ``tests/recorder`` has the order.
+GPU. What a stream writes is there when that stream is waited for, and no sooner, so what does not
+wait computes with what was there before. A collective reads when it is issued, which is early:
+``tests/recorder`` sees a write that should wait for it.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def _module(native: Any) -> Any:
     module.memory_allocated = lambda _=None: native.in_use()
     module.memory_reserved = module.max_memory_allocated = lambda _=None: native.peak()
     module.reset_peak_memory_stats = lambda _=None: native.reset_peak()
-    module.synchronize = module.empty_cache = lambda _=None: None
+    module.synchronize, module.empty_cache = lambda _=None: native.synchronize(), lambda: None
     module._is_in_bad_fork = lambda: False
     generators = [native.generator(index) for index in range(COUNT)]
     module.manual_seed_all = lambda seed: [one.manual_seed(seed) for one in generators]

@@ -77,6 +77,48 @@ def mixed(_: Any) -> None:
         dist.all_reduce(hosts)
 
 
+def test_what_is_not_waited_for_is_not_there(library: Path) -> None:
+    on_ranks(2, library, late)
+
+
+def late(_: Any) -> None:
+    here, other = torch.accelerator.current_stream(), torch.Stream(DEVICE)
+    values, hosts = torch.zeros(2, device=DEVICE), torch.zeros(2).pin_memory()
+    with other:
+        values.fill_(1)
+    assert values.tolist() == [0, 0]
+    here.wait_stream(other)
+    assert values.tolist() == [1, 1]
+    hosts.copy_(values, non_blocking=True)
+    assert hosts.tolist() == [0, 0]
+    here.synchronize()
+    assert hosts.tolist() == [1, 1]
+    work = dist.all_reduce(values, async_op=True)
+    assert values.tolist() == [1, 1]
+    work.wait()
+    assert values.tolist() == [2, 2]
+
+
+def test_memory_that_ended_holds_no_number_for_a_stream_that_nobody_recorded(library: Path) -> None:
+    on_ranks(1, library, ended)
+
+
+def ended(_: Any) -> None:
+    here, other = torch.accelerator.current_stream(), torch.Stream(DEVICE)
+    copy = torch.zeros(2, device=DEVICE)
+    for is_recorded in (True, False):
+        source = torch.ones(2, device=DEVICE)
+        other.wait_stream(here)
+        with other:
+            copy.copy_(source)
+        if is_recorded:
+            source.record_stream(other)
+        del source
+        here.synchronize()
+        other.synchronize()
+        assert (copy.tolist() == [1, 1]) == is_recorded
+
+
 # --- the engine on it ----------------------------------------------------------------------------
 
 
