@@ -365,6 +365,28 @@ def test_a_view_of_a_whole_parameter_is_one_until_its_unit_is_sharded(
     run(2, rank)
 
 
+@pytest.mark.parametrize("run", [run_threads, run_sharing])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_nor_is_it_one_after_unshard(
+    view: str, use: Callable[[Tensor], object], run: Callable[..., object]
+) -> None:
+    """It ended the process; in shared memory it had the values of then, for good."""
+    models = [Parts() for _ in range(2)]
+
+    def rank(comm: Comm) -> None:
+        model, (x,) = models[comm.rank], BATCHES[comm.rank]
+        sharded = sw.shard(model, comm=comm)
+        model(x)
+        kept = VIEWS[view](model)
+        sharded.unshard()
+        with pytest.raises(sw.ShardUseError, match=r"read before unshard\(\) moved it: read it"):
+            use(kept)
+        use(VIEWS[view](model).detach())
+
+    run(2, rank)
+
+
 def test_a_row_may_be_written_where_nothing_is_recorded() -> None:
     models = [Parts() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise import torch_internals as internals
+from shardwise.errors import ShardUseError
 from shardwise.memory.shard_tensor.function_call import Call
 from shardwise.memory.shard_tensor.use_errors import needs_full_tensor
 from shardwise.memory.sharding import sharding_of
@@ -91,6 +92,9 @@ def _parameter_of(read: Any, reader: str) -> Any:
     """The parameter; an error if autograd could not come back to it, or it shows other memory."""
     param, key = _VIEWED.get(read, read), internals.storage_key
     is_shown = param is read or (isinstance(param, GatheredParameter) and key(param) == key(read))
+    if not is_shown and sharding_of(param) is None:
+        text = "a view of a parameter that was read before unshard() moved it: read it again."
+        raise ShardUseError(f"{reader!r} of {text}")
     if (internals.is_transformed() or not is_shown) and sharding_of(param) is not None:
         how = "in a transform of torch.func" if is_shown else "of a view that was read before"
         raise needs_full_tensor(f"{reader} {how}", param)
