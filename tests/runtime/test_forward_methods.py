@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -380,11 +382,23 @@ def test_nor_is_it_one_after_unshard(
         model(x)
         kept = VIEWS[view](model)
         sharded.unshard()
-        with pytest.raises(sw.ShardUseError, match=r"read before unshard\(\) moved it: read it"):
+        with pytest.raises(sw.ShardUseError, match=r"or that unshard\(\) moved: read it again"):
             use(kept)
         use(VIEWS[view](model).detach())
 
     run(2, rank)
+
+
+def test_a_view_that_a_model_keeps_does_not_keep_the_model() -> None:
+    """It lasted until the process ended, with all of its memory."""
+    model = Parts()
+    sharded = sw.shard(model, comm=FakeComm(0, 2))
+    model(*BATCHES[0])
+    model.kept = model.scale.detach()
+    alive = weakref.ref(model)
+    del model, sharded
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_row_may_be_written_where_nothing_is_recorded() -> None:

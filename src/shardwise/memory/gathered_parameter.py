@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -77,7 +78,7 @@ class Uncalled(Tensor):
             for param in filter(sharding_of, params):  # a deep copy has none
                 if (engine := param.sharding.engine()) is not None:
                     for view in engine.was_read(param, (result, call.written)):
-                        _VIEWED[view], view.__class__ = param, Uncalled
+                        _VIEWED[view], view.__class__ = ref(param), Uncalled
         return result
 
 
@@ -85,15 +86,15 @@ class UncalledParameter(Uncalled, GatheredParameter):
     """The class of a whole parameter between passes."""
 
 
-_VIEWED: Any = WeakTensorKeyDictionary()  # views between passes → the parameters that they show
+_VIEWED: Any = WeakTensorKeyDictionary()  # views between passes → what they show, weakly
 
 
 def _parameter_of(read: Any, reader: str) -> Any:
     """The parameter; an error if autograd could not come back to it, or it shows other memory."""
-    param, key = _VIEWED.get(read, read), internals.storage_key
+    param, key = _VIEWED.get(read, lambda: read)(), internals.storage_key
     is_shown = param is read or (isinstance(param, GatheredParameter) and key(param) == key(read))
     if not is_shown and sharding_of(param) is None:
-        text = "a view of a parameter that was read before unshard() moved it: read it again."
+        text = "a view of a parameter that is gone, or that unshard() moved: read it again."
         raise ShardUseError(f"{reader!r} of {text}")
     if (internals.is_transformed() or not is_shown) and sharding_of(param) is not None:
         how = "in a transform of torch.func" if is_shown else "of a view that was read before"
