@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -231,6 +232,35 @@ def test_nor_does_it_keep_a_hook_when_the_model_is_plain_again() -> None:
     assert all(param._backward_hooks for param in sharded.model.parameters())
     params = list(sharded.unshard().parameters())
     assert not any(param._backward_hooks for param in params)
+
+
+BEFORE = "backward() of a forward pass from before unshard() or relayout() would read parameters"
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        ("full_params", "backward() inside full_params() would leave unsharded gradients"),
+        ("unshard", BEFORE),
+        ("relayout", BEFORE),
+    ],
+)
+def test_the_graph_of_a_forward_pass_is_of_its_shards(then: str, words: str, strategy: str) -> None:
+    def rank(comm: Comm) -> None:
+        model = critic()
+        sharded = sw.shard(model, strategy, comm=comm)
+        value = model(BATCHES[0][0]).sum()
+        with ExitStack() as stack:
+            if then == "full_params":
+                stack.enter_context(sharded.full_params())
+            else:
+                getattr(sharded, then)()
+            assert error_text(sw.ScheduleError, value.backward).startswith(words)
+        model(BATCHES[0][0]).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+    run_threads(2, rank)
 
 
 def test_a_gradient_with_a_graph_of_its_own_is_refused() -> None:

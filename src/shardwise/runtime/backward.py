@@ -40,6 +40,15 @@ from shardwise.torch_internals import (
     skip_in_dynamo,
 )
 
+IN_FULL_PARAMS = (
+    "backward() inside full_params() would leave unsharded gradients on every rank. "
+    "Train outside the block; full_params() is for reading, writing and generating."
+)
+AFTER_UNSHARD = (
+    "backward() of a forward pass from before unshard() or relayout() would read parameters that "
+    "are gone. Call the model again."
+)
+
 
 class Backward:
     """Turns what autograd does into cues for the runtime."""
@@ -107,6 +116,8 @@ class Backward:
         """
         if self.running:
             return
+        if self.suspended or not self._places:
+            raise ScheduleError(IN_FULL_PARAMS if self.suspended else AFTER_UNSHARD)
         self.abandon_stopped()
         if (reason := self._handed_out()) is not None:
             self.abandon("a backward pass was refused")
@@ -220,10 +231,7 @@ class Backward:
     def _refuse(self, name: str, param: Tensor) -> ScheduleError:
         set_grad(param, None)
         if self.suspended:
-            return ScheduleError(
-                "backward() inside full_params() would leave unsharded gradients on every rank. "
-                "Train outside the block; full_params() is for reading, writing and generating."
-            )
+            return ScheduleError(IN_FULL_PARAMS)
         return ScheduleError(
             f"the gradient of {name!r} carries a graph (create_graph=True), which averaging over "
             "the ranks would lose. A derivative with respect to inputs is taken with "
