@@ -61,6 +61,7 @@ class Backward:
             partial(runtime.exit, phase=Phase.BACKWARD),
         )
         self.known = set[object]()  # nodes at which calls of this forward pass begin
+        self._installed = False
         self._begun = False  # a backward pass has begun, and its end was not seen
         self._token: weakref.ref[_Token] | None = None
         self._handles: list[Any] = []
@@ -69,6 +70,7 @@ class Backward:
         self._places: dict[int, tuple[UnitState, Bucket, int]] = {}  # by ``id`` of the parameter
 
     def install(self) -> None:
+        self._installed = True
         # Weak: the garbage collector does not see what this kind of hook holds.
         hook = partial(_arrived, weakref.ref(self))
         pairs = [(state, b) for state in self.runtime.units.values() for b in state.buckets]
@@ -83,6 +85,7 @@ class Backward:
                 self._of_users.append(of_users)
 
     def remove(self) -> None:
+        self._installed = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -116,7 +119,7 @@ class Backward:
         """
         if self.running:
             return
-        if self.suspended or not self._places:
+        if self.suspended or not self._installed:
             raise ScheduleError(IN_FULL_PARAMS if self.suspended else AFTER_UNSHARD)
         self.abandon_stopped()
         if (reason := self._handed_out()) is not None:
