@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -25,8 +25,15 @@ from tests.steps import (
     averaged,
 )
 
+Module = TypeVar("Module", bound=nn.Module)
 WIDTH = 8
 BATCHES: list[Batch] = [(numbers(rank, (2, 3, WIDTH)),) for rank in range(2)]
+
+
+def twins(build: Callable[[], Module]) -> list[Module]:
+    """A model for each of two ranks, of the same values."""
+    model = build()
+    return [model, deepcopy(model)]
 
 
 class Mean(nn.Module):
@@ -93,8 +100,7 @@ def by_forward(model: nn.Module, batch: Batch) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_are_those_of_a_plain_model_bit_for_bit(strategy: str) -> None:
-    models = [Autoencoder() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(Autoencoder)
     steps = [by_loss, by_encode, by_part, by_forward, by_loss]
     truths = [averaged(models[0], step, BATCHES) for step in steps]
 
@@ -113,8 +119,7 @@ def test_gradients_are_those_of_a_plain_model_bit_for_bit(strategy: str) -> None
 
 
 def test_a_method_that_calls_the_model_again_and_again_and_one_that_fails() -> None:
-    models = [Autoencoder() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(Autoencoder)
     expected = [models[0].generate(*batch) for batch in BATCHES]
     truth = averaged(models[0], by_forward, BATCHES)
 
@@ -234,8 +239,7 @@ def test_what_was_read_while_its_unit_was_whole_is_whole_again_for_its_backward_
     train: Callable[..., None], read: str, run: Callable[..., object]
 ) -> None:
     """One rank raised torch's error for its shard while others went on, or waited."""
-    models = [Parts() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(Parts)
     truth = averaged(models[0], lambda model, batch: train(model, *batch, READS[read]), BATCHES)
 
     def rank(comm: Comm) -> None:
@@ -254,8 +258,7 @@ def test_so_is_what_was_read_after_a_backward_pass_that_was_not_reduced(
     read: str, run: Callable[..., object]
 ) -> None:
     """Its unit stays whole for the next micro-batch."""
-    models = [Parts() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(Parts)
 
     def step(model: nn.Module, batch: Batch, accumulate: Callable[..., Any]) -> None:
         (x,) = batch
@@ -299,8 +302,7 @@ def test_transforms_read_no_parameter_between_passes_as_they_read_none_between_s
     transform: str, run: Callable[..., object]
 ) -> None:
     """Ranks raised errors of torch that differed, or the process died."""
-    models = [Parts() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(Parts)
     truth = averaged(models[0], by_forward, BATCHES)
 
     def rank(comm: Comm) -> None:
@@ -402,8 +404,7 @@ def test_a_view_that_a_model_keeps_does_not_keep_the_model() -> None:
 
 
 def test_a_row_may_be_written_where_nothing_is_recorded() -> None:
-    models = [Parts() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(Parts)
 
     def step(model: nn.Module, batch: Batch) -> None:
         loss = model(*batch).square().mean()
