@@ -201,13 +201,20 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def _values(error: BaseException) -> str:
+    """What the variables beside a failed assertion are: pytest does not rewrite it here."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    values = frame.f_locals if isinstance(error, AssertionError) else {}
+    return "".join(f"{name} = {value!r}\n" for name, value in values.items())
+
+
 def _child(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
         result = pickle.dumps((fn(*args), ""))
-    except BaseException:  # noqa: BLE001 - its parent reports it
-        result = pickle.dumps((None, traceback.format_exc()))
+    except BaseException as error:  # noqa: BLE001 - its parent reports it
+        result = pickle.dumps((None, f"{traceback.format_exc()}{_values(error)}"))
     pipe.send_bytes(result)
     atexit._run_exitfuncs()  # which Python leaves out in a process that was forked
     raise SystemExit(bool(pickle.loads(result)[1]))

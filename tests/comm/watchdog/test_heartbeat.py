@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,9 +95,19 @@ def be_frozen(rank: int, world: int, folder: str, transport: str) -> str:
     return "\n".join(warned)
 
 
+BEATS: list[str] = []  # that this process has sent since it was cleared
+
+
 def watch_closely() -> None:
     watchdog.POLL_INTERVAL = watchdog.FIRST_CHECK = heartbeat.INTERVAL = 0.1
     heartbeat.FIRST_WARNING = 0.6
+    send = Heartbeats.send
+
+    def counted(beats: Heartbeats, last: str = "", joint: str = "") -> None:
+        send(beats, last, joint)
+        BEATS.append(last)
+
+    pytest.MonkeyPatch().setattr(Heartbeats, "send", counted)
 
 
 def logged(comm: Comm, then: signal.Signals) -> list[str]:
@@ -120,8 +131,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def freeze(*_: object) -> None:
-    time.sleep(1.0)  # so that a heartbeat says where, on a busy machine, too
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stop this process, once a heartbeat has said where it is."""
+    BEATS.clear()
+    until(lambda: len(BEATS) > 1)  # the first may have been on its way
+    # A signal to the process might go to another thread, and this one go on until that runs.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def label() -> Label:
@@ -135,7 +149,7 @@ def test_a_frozen_rank_is_named_with_its_last_heartbeat_and_goes_on_when_it_is_w
 ) -> None:
     first, second = outcomes_of(2, be_frozen, transport)
     assert (first.error, second.error) == ("", "")
-    assert "rank 0 has waited 1 s for rank 1 at " in first.value
+    assert re.search(r"rank 0 has waited \d+ s for rank 1 at ", first.value)
     assert "rank 1 has sent no heartbeat for " in first.value
     assert "The last one: process " in first.value
     assert "after step 2" in first.value
@@ -176,10 +190,11 @@ def test_a_rank_that_freezes_in_a_checkpoint_is_named_and_the_last_good_one_is_r
     first, second = outcomes_of(2, be_frozen_in, act, tmp_path, timeout=60.0)
     assert (first.error, second.exitcode) == ("", -signal.SIGKILL)
     seconds, warned, failed = first.value
-    assert seconds < 10.0
+    assert seconds < 30.0  # far from the time limit of the group
     assert re.search(rf"rank 0 has waited \d+ s for rank 1 at {ACTS[act][0]} ", warned)
     assert "rank 1 has sent no heartbeat for " in warned
-    assert "checkpoint/" in warned.partition("stack of rank 1: ")[2]
+    # While both wait for their writers, they may be at the same line.
+    assert re.search(r"stack of (rank|ranks 0 and) 1: .* checkpoint/", warned)
     assert failed.startswith("rank 1 ended without a reason (killed, crashed or disconnected) ")
     assert f"at {ACTS[act][0]} " in failed
 
