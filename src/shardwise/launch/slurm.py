@@ -55,12 +55,12 @@ def _step(plan: LaunchPlan, python: str) -> list[str]:
     cpus = "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
     return [
         "",
-        f"srun {cpus} {shlex.join([python, *plan.train])} &",
-        "step=$!",
         "again=no",
         # srun would kill the ranks if it were signalled itself.
         "trap 'again=yes; scancel --signal=TERM $SLURM_JOB_ID' USR1  # the ranks save and end",
         "trap : TERM  # of scancel and preemption: the ranks get it, too",
+        f"srun {cpus} {shlex.join([python, *plan.train])} &",
+        "step=$!",
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; status=$?; done',
         # Ranks that could not save end with another status: the job would start for ever.
         f'if [ "$again" = yes ] && [ "$status" = {EXIT_STOPPED} ]; then',
