@@ -149,6 +149,14 @@ def test_mpirun_takes_this_ones_place(
     assert "each node has 5 ranks, and a takes 4." in text
 
 
+def test_slots_that_no_rank_gets_are_noted(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "hosts").write_text("a slots=4\nb slots=8\n", "utf-8")
+    noted = output(capsys, "my.yaml", "--hostfile", "hosts")
+    assert noted.startswith("note      4 slots of hosts have no rank: each node has 4\n")
+    (here / "hosts").write_text("a slots=4\nb slots=4\n", "utf-8")
+    assert "slots" not in output(capsys, "my.yaml", "--hostfile", "hosts")
+
+
 @pytest.mark.parametrize(
     ("option", "name", "line"),
     [

@@ -92,6 +92,8 @@ def run_launch(arguments: Sequence[str], given: dict[str, object], options: Laun
     hosts = parse_hosts(file.read_text("utf-8", "replace"), str(file)) if file else ()
     config = _config(recipe.launch, hosts)
     options.refuse_unused(config.by)
+    if idle := sum(host.slots - (config.nproc or 0) for host in hosts):
+        click.echo(f"note      {idle} slots of {file} have no rank: each node has {config.nproc}")
     plan = _plan(recipe, tuple(arguments), config)
     if note := preset(os.environ):
         click.echo(f"note      {note}")
