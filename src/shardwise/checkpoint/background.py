@@ -244,7 +244,7 @@ class Background:
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
-        self._ranks_here = 0  # of this host; 0: not counted yet
+        self._budget = 0  # of host memory, for a save that names none; 0: not asked for yet
         self.loaded_token = ""  # of the checkpoint that was loaded last, which no save removes
 
     def save(
@@ -257,10 +257,10 @@ class Background:
                 log.warning("%s is not saved: the save before it is still being written", path)
             return None
         self.wait_pending()
-        if not self._ranks_here:
-            self._ranks_here = all_gather_object(comm, host(), "hosts").count(host())
+        if not self._budget:
+            self._budget = budget_of(all_gather_object(comm, host(), "hosts").count(host()))
         task = begin(sharded, make_request)
-        budget = task.request.options.snapshot_bytes or budget_of(self._ranks_here)
+        budget = task.request.options.snapshot_bytes or self._budget
         pool = Pool(budget, pinned=comm.device.type != "cpu")
         saving = Saving(task, comm, pool, Watched(sharded, task.request.optimizers))
         try:

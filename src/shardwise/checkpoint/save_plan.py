@@ -47,7 +47,7 @@ class SavePlan:
 
     files: tuple[FilePlan, ...]  # the safetensors files, the same on every rank
     segments: tuple[Segments, ...] = field(repr=False)
-    # All other files but the manifest, whole; rank 0's are written
+    # All other files but the manifest, whole. Rank 0 writes its own, and others may lack some
     small: Mapping[str, bytes] = field(repr=False)
     aliases: Mapping[str, str] = field(repr=False)  # further names of tied tensors → the stored one
     block: int
@@ -116,9 +116,10 @@ def plan_save(comm: Comm, request: SaveRequest, state: SavedState, shared: list[
                 own[BUFFER + name] = value  # not alike on all ranks: statistics of batch norm
         rows = own_rows(own, comm.rank, comm.size)
         groups[RANKS] = [row.clone() for row in rows] if request.background else rows
-        small[training_state.NAME] = training_state.document(
-            training.step, state.values, state.records, [own for own, _ in shared]
-        )
+        if comm.rank == 0:
+            small[training_state.NAME] = training_state.document(
+                training.step, state.values, state.records, [values for values, _ in shared]
+            )
     plans: dict[str, Sequence[FilePlan]] = {}
     segments: list[Segments] = []
     block = block_size([shard.entry for group in groups.values() for shard in group])
@@ -152,8 +153,8 @@ def state_to_save(sharded: ShardedModel, request: SaveRequest) -> SavedState:
         groups, aliases = _as_part(wanted, shards, aliases)
         small = {**wanted.files, **small}
     else:
-        groups = {MODEL: shards}
-        small = {**(_model_config(sharded.model) if wanted is None else {}), **small}
+        groups, is_written = {MODEL: shards}, wanted is None and sharded.comm.rank == 0
+        small = {**(_model_config(sharded.model) if is_written else {}), **small}
     if training is None:
         return SavedState(values, groups, aliases, small, (), {}, whole)
     sharded.runtime.check_reduced(
