@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -12,7 +13,7 @@ from benchmarks.foresight.plans import blueprint_of, work_of
 from benchmarks.foresight.rows import Case
 from shardwise.errors import ShardwiseError
 from shardwise.plan.forecast.memory import forecast
-from shardwise.plan.schedule.events import Mode
+from shardwise.plan.schedule.events import Event, Mode, Phase
 
 QUANTISED = 0.53  # bytes of a weight of 4 bits, with its part of the scales
 
@@ -62,14 +63,32 @@ def _tensors(case: Case) -> float:
     mode: Mode = "last" if _gradients_wait(case) else "train"
     whole = forecast(blueprint, work.order, work, case.software.optimizer, mode)
     less = _of_4_bits(case) + _in_host(case, work.tokens) + _of_narrow_gradients(case)
-    return _in_buckets(case) + max(
-        whole.peak - less, _summoned(case), _over_lists(case, whole.between_steps)
-    )
+    forward = takewhile(lambda moment: _before_backward(moment.event), whole.moments)
+    in_forward = max(moment.peak for moment in forward) + _of_earlier_micro_batches(case)
+    peak = max(whole.peak, in_forward) - less
+    return _in_buckets(case) + max(peak, _summoned(case), _over_lists(case, whole.between_steps))
 
 
 def _gradients_wait(case: Case) -> bool:
-    """Where only the optimizer's state is split, gradients stay whole until the step."""
-    return case.strategy == "zero1"
+    """Do gradients stay whole until the step?
+
+    They do where only the optimizer's state is split, and those of earlier micro-batches where
+    nothing is split, or they are not summed before the last one.
+    """
+    whole = case.ranks == 1 or case.strategy == "no_shard" or case.software.waits
+    return case.strategy == "zero1" or (case.micro_batches > 1 and whole)
+
+
+def _before_backward(event: Event | None) -> bool:
+    return event is None or event.phase is Phase.FORWARD
+
+
+def _of_earlier_micro_batches(case: Case) -> float:
+    """Bytes of a rank's part of the gradients that a micro-batch finds when it begins."""
+    if case.micro_batches == 1 or case.rank or _gradients_wait(case):
+        return 0.0
+    itemsize = 2 if case.software.reduce == "bfloat16" else _itemsize(case)
+    return case.shape.parameters / case.shards * itemsize
 
 
 def _of_4_bits(case: Case) -> float:
@@ -85,7 +104,7 @@ def _in_host(case: Case, tokens: int) -> float:
 
 def _of_narrow_gradients(case: Case) -> float:
     """Bytes that gradients lack which wait in the dtype in which they are summed."""
-    narrow = _gradients_wait(case) and case.software.reduce == "bfloat16"
+    narrow = case.strategy == "zero1" and case.software.reduce == "bfloat16"
     return narrow * case.shape.parameters * (_itemsize(case) - 2)
 
 

@@ -5,6 +5,7 @@ One or two blocks are observed, and stand for all of them: blocks of one model a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +27,13 @@ from shardwise.train.decoder import RMSNorm, rotate
 Checkpointing = Literal["none", "full", "second", "matmuls", "moved"]
 """Blocks that are recomputed: none, all, every second; or what of each: all but attention and every
 second product, all but attention and products."""
-Logits = Literal["whole", "held", "narrow", "kept", "fused", "cast", "tokens", "vocabulary"]
+Logits = Literal["whole", "held", "narrow", "kept", "fused", "cast", "tokens", "vocabulary", "once"]
 """What of the logits is alive at once: all of them, in float32; also what the model returned, until
 the step ends, as in a loop around transformers' models; all in bf16, as the loss is, also with what
 the model returned; or in bf16 where the loss is one kernel; what a model returned in bf16, and in
 float32 for such a kernel, which makes gradients in place; or a part at a time, made twice: some
-tokens of all, or all tokens for a part of the vocabulary."""
+tokens of all, or all tokens for a part of the vocabulary; or once: some tokens of all, in bf16,
+whose gradients the forward pass makes (Liger)."""
 TOKENS, VOCABULARY = (
     8,
     2048,
@@ -274,6 +276,8 @@ class Decoder(nn.Module):
     def _loss(self, x: Tensor) -> Tensor:
         """``[tokens, width]`` → the mean cross-entropy."""
         match self.variant.logits:
+            case "once":
+                return cast("Tensor", _LossOnce.apply(x, self.head.weight))  # type: ignore[no-untyped-call]
             case "tokens" | "vocabulary" as along:
                 inputs = x, self.head.weight, along
                 return cast("Tensor", _LossInParts.apply(*inputs))  # type: ignore[no-untyped-call]
@@ -360,6 +364,32 @@ class _LossInParts(torch.autograd.Function):
             if of_weight is not None:
                 of_b.add_(narrow.T @ a)
         return of_x, of_weight if ctx.needs_input_grad[1] else None, None
+
+
+class _LossOnce(torch.autograd.Function):
+    """The same, of as many tokens at a time as make logits of the size of ``x``, as Liger does it.
+
+    One kernel makes gradients of logits in place of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        of_x = torch.empty_like(x)
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        tokens = len(x) // math.ceil(len(weight) / x.shape[1])
+        tokens = 2 ** math.ceil(math.log2(max(tokens, 1)))
+        for a, of_a in zip(x.split(tokens), of_x.split(tokens), strict=True):
+            of_logits = (a @ weight.T).mul_(1.0)
+            of_a.copy_(of_logits @ weight)
+            if of_weight is not None:
+                of_weight.add_(of_logits.T @ a)
+        ctx.save_for_backward(of_x, of_weight)
+        return torch.empty((), device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor | None]:
+        of_x, of_weight = ctx.saved_tensors
+        return of_x, of_weight
 
 
 def _parts(x: Tensor, weight: Tensor, along: Logits) -> list[tuple[Tensor, Tensor]]:

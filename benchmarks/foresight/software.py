@@ -43,6 +43,8 @@ class Software:
         buckets: gradients are copied to buckets of their size, torch's default.
         formula: GELU is no one kernel.
         pads: the vocabulary has a multiple of so many entries.
+        waits: gradients are summed over ranks after the last micro-batch alone (``no_sync``), and
+            stay whole until then.
     """
 
     compiled: bool = True
@@ -68,6 +70,7 @@ class Software:
     buckets: bool = False
     formula: bool = False
     pads: int = 1
+    waits: bool = False
 
 
 PEFT = Adapters(drops=True, wide=True)  # of its documents, and of what is built on it
@@ -128,13 +131,14 @@ OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, c
     ("", "notes", "no float32 casts", {"autocast": False}),
     ("", "text", "fused kernels|fast.kernels", {"compiled": True, "logits": "fused"}),
     (AROUND, "text", "fused kernels|fast.kernels", {"logits": "cast"}),
-    ("", "text", "liger", {"compiled": True, "logits": "tokens"}),
+    ("", "text", "liger", {"compiled": True, "logits": "once"}),
     ("", "text", "unsloth", {"compiled": True, "logits": "fused", "offloads": True}),
     ("unsloth", "source", "202[5-9]", {"logits": "tokens"}),  # cut cross-entropy, November 2024
     ("^internevo", "strategy", "within", {"whole": False}),
     ("^litgpt", "strategy", "fsdp", {"checkpointing": "full", "summons": True}),
     ("deepspeed", "precision", "bf16", {"reduce": "bfloat16"}),
     (AROUND, "strategy", "fsdp|full.?shard", {"hooks": "adapters"}),  # peft's policy to wrap
+    ("", "notes", "no_sync", {"waits": True}),
     ("", "text", "deepspeed", {"hooks": "all"}),
     ("", "notes", "max_memory_allocated|memory active", {"allocated": True}),
     ("", "text", "nvidia-smi|nvml", {"device": True}),

@@ -303,6 +303,8 @@ def test_links_between_hosts_are_as_many_as_the_row_says(rows: dict[str, dict[st
     for text in ("4 * 100Gb RoCE", "4x100 Gbps", "400 Gb/s"):
         rate = case(rows["217"] | {"interconnect": text}).machine.between.bandwidth
         assert rate == pytest.approx(400e9 / 8 * 0.9)
+    hosts = [case(rows["217"] | {"n_gpus": text}).machine.per_host for text in ("2x4", "16", "4")]
+    assert hosts == [4, 8, 4]
     card = rows["217"] | {"gpu": "A100-PCIe-80GB", "tok_s_gpu": "99"}
     assert case(card).machine.inside.name == "PCIe 4"
 
@@ -355,7 +357,7 @@ def test_notes_say_where_adapters_are_and_what_a_peak_is_of(
 @pytest.mark.parametrize(
     ("cells", "changes"),
     [
-        ({"notes": "fused kernels, Liger"}, {"compiled": True, "logits": "tokens"}),
+        ({"notes": "fused kernels, Liger"}, {"compiled": True, "logits": "once"}),
         (
             {"framework": "trl", "source": "unslothai/unsloth"},
             {"compiled": False, "logits": "held"},
@@ -384,6 +386,7 @@ def test_notes_say_where_adapters_are_and_what_a_peak_is_of(
         ({"framework": "transformers", "notes": "2023"}, {"fused": False}),
         ({"framework": "transformers", "notes": "2024"}, {"fused": True}),
         ({"framework": "trl", "strategy": "FSDP"}, {"hooks": "adapters"}),
+        ({"framework": "PyTorch", "notes": "no_sync"}, {"waits": True}),
         ({"framework": "trl, DeepSpeed", "strategy": "ZeRO-3"}, {"hooks": "all"}),
     ],
 )
@@ -410,6 +413,18 @@ def test_where_only_state_is_split_gradients_stay_whole_in_their_dtype(small: Ca
     narrow = replace(wide, software=replace(software, reduce="bfloat16"))
     assert peak_of(wide) - peak_of(narrow) >= 2 * SMALL.parameters
     assert peak_of(narrow) > peak_of(replace(narrow, strategy="shard_grad_op"))
+
+
+def test_gradients_of_earlier_micro_batches_are_there_whole_or_each_rank_s_part(
+    small: Case,
+) -> None:
+    one = replace(small, software=replace(small.software, allocated=True), strategy="full_shard")
+    several = replace(one, micro_batches=4)
+    part, whole = SMALL.parameters / small.shards * 4, SMALL.parameters * 4
+    assert 0 <= peak_of(several) - peak_of(one) <= part
+    waiting = replace(several, software=replace(several.software, waits=True))
+    assert peak_of(waiting) - peak_of(several) > 0.5 * (whole - part)
+    assert peak_of(replace(waiting, micro_batches=1)) == peak_of(one)
 
 
 def test_a_peak_of_the_device_has_what_a_process_has_without_tensors(small: Case) -> None:
@@ -536,12 +551,22 @@ def test_compiled_blocks_keep_what_products_need_and_no_more(small: Case) -> Non
 def test_logits_that_a_loop_holds_are_alive_until_the_step_ends(small: Case) -> None:
     peaks = {}
     wide = replace(small, shape=replace(SMALL, vocabulary=16384), length=512)
-    for kind in ("held", "whole", "fused", "tokens", "vocabulary"):
+    for kind in ("held", "whole", "fused", "tokens", "vocabulary", "once"):
         peaks[kind] = peak_of(replace(wide, software=replace(small.software, logits=kind)))
     logits = 4 * 16384 * wide.micro_batch * wide.length  # float32
     assert peaks["held"] - peaks["whole"] == pytest.approx(1.1 * logits, rel=0.3)
     assert peaks["vocabulary"] < peaks["whole"]
     assert peaks["tokens"] < peaks["fused"] < peaks["whole"]
+    assert peaks["once"] < peaks["fused"]
+
+
+def test_liger_makes_logits_once_and_a_chunk_of_tokens_twice(small: Case) -> None:
+    whole, once, tokens = (
+        work_of(replace(small, software=replace(small.software, logits=kind))).flops
+        for kind in ("whole", "once", "tokens")
+    )
+    assert once == whole
+    assert tokens - once == 2 * SMALL.vocabulary * SMALL.width * small.micro_batch * small.length
 
 
 def test_a_fused_loss_of_float32_logits_keeps_what_the_model_returned_and_one_copy(
@@ -643,6 +668,8 @@ def test_more_micro_batches_take_longer_and_more_tokens(small: Case) -> None:
     once = plan_of(replace(small, micro_batches=4, strategy="zero1")).forecast(a100, constants)
     assert 3 * one.seconds < four.seconds < 4 * one.seconds
     assert once.seconds < four.seconds  # its gradients travel once
+    waiting = replace(small, micro_batches=4, software=replace(small.software, waits=True))
+    assert plan_of(waiting).forecast(a100, constants).seconds < four.seconds
 
 
 @pytest.mark.prove
