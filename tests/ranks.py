@@ -9,6 +9,7 @@ import atexit
 import multiprocessing as mp
 import os
 import pickle
+import reprlib
 import socket
 import tempfile
 import threading
@@ -202,10 +203,15 @@ def fork_server() -> ForkServerContext:
 
 
 def _values(error: BaseException) -> str:
-    """What the variables beside a failed assertion are: pytest does not rewrite it here."""
+    """What the variables beside a failed assertion are: pytest does not rewrite it here.
+
+    No dict is shown: it may be the environment, which can hold secrets.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     values = frame.f_locals if isinstance(error, AssertionError) else {}
-    return "".join(f"{name} = {value!r}\n" for name, value in values.items())
+    short = reprlib.Repr()
+    short.maxdict, short.maxstring, short.maxother = 0, 4_000, 400
+    return "".join(f"{name} = {short.repr(value)}\n" for name, value in values.items())
 
 
 def _child(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
