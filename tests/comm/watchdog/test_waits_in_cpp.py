@@ -12,7 +12,8 @@ from shardwise.comm.watchdog import heartbeat, waits_in_cpp, watchdog
 from shardwise.comm.watchdog.waits_in_cpp import WaitsInCpp
 from shardwise.comm.watchdog.watchdog import Watchdog
 from shardwise.errors import RanksDisagree
-from tests.comm.watchdog.test_watchdog import A, until, wait_for
+from tests.comm.watchdog.test_watchdog import A, begin_wait
+from tests.waiting import wait_for
 
 
 def test_what_a_call_raises_is_raised_where_it_is_waited_for() -> None:
@@ -71,14 +72,14 @@ def test_a_store_that_is_frozen_is_reported_and_given_up_at_the_time_limit(
     store = Silent(HashStore(), frozen, goes_on)
     mine = Watchdog(store, 0, 2, interrupted.set, 0.5)  # type: ignore[arg-type]
     mine.issue(A)
-    until(lambda: 0 in mine._heartbeats._seen)
+    wait_for(lambda: 0 in mine._heartbeats._seen, 60)
     frozen.set()
     if waits:
-        wait_for(mine, A, peer=1)
+        begin_wait(mine, A, peer=1)
         assert interrupted.wait(60)
         with pytest.raises(RanksDisagree, match=r"does not answer any more \(no answer within"):
             mine.raise_if_failed()
-    until(lambda: "has not answered for 0 s: the process that serves it" in caplog.text)
+    wait_for(lambda: "has not answered for 0 s: the process that serves it" in caplog.text, 60)
     assert "Rank 0's last heartbeat: process " in caplog.text
     mine.leave("the test is over")  # waits for nobody
     assert interrupted.is_set() == waits

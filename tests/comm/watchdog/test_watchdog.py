@@ -19,6 +19,7 @@ from shardwise.comm.watchdog import heartbeat, watchdog
 from shardwise.comm.watchdog.desync import Collective
 from shardwise.comm.watchdog.watchdog import Wait, Watchdog
 from shardwise.errors import RanksDisagree
+from tests.waiting import wait_for
 
 A, B, C = (Collective(seq, "all_gather", "gather", f"blocks.{seq}", 1024) for seq in range(3))
 
@@ -56,15 +57,8 @@ def group() -> Iterator[Group]:
         one.leave("the test is over")
 
 
-def wait_for(one: Watchdog, collective: Collective, peer: int | None = None) -> None:
+def begin_wait(one: Watchdog, collective: Collective, peer: int | None = None) -> None:
     one.waits = Wait(collective, time.monotonic(), peer)
-
-
-def until(come_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not come_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def reason(one: Watchdog) -> str:
@@ -79,8 +73,8 @@ def test_ranks_that_wait_at_unlike_collectives_are_interrupted_with_one_reason(
     mine, other = group.add(2), group.add(2)
     mine.issue(A)
     other.issue(A._replace(unit="blocks.9"))
-    wait_for(mine, A)
-    wait_for(other, A)
+    begin_wait(mine, A)
+    begin_wait(other, A)
     assert all(event.wait(60) for event in group.interrupted)
     assert reason(mine) == reason(other)
     assert "rank 1 is at gather blocks.9 (1,024 bytes), rank 0 at gather blocks.0" in reason(mine)
@@ -95,8 +89,8 @@ def test_a_rank_that_waits_for_a_rank_that_computes_is_left_alone(
     mine.issue(B)
     since = time.monotonic()
     with caplog.at_level(logging.WARNING, "shardwise"):
-        wait_for(mine, B)
-        until(lambda: len(caplog.messages) >= 3)
+        begin_wait(mine, B)
+        wait_for(lambda: len(caplog.messages) >= 3, 60)
     mine.waits = None
     mine.issue(C)  # raises if the group is dead
     assert not any(event.is_set() for event in group.interrupted)
@@ -113,10 +107,10 @@ def test_a_log_line_names_the_peer_whose_message_is_missing(
     mine, _, _ = group.add(3), group.add(3), group.add(3)
     mine.issue(A)
     with caplog.at_level(logging.WARNING, "shardwise"):
-        wait_for(mine, A)
-        until(lambda: "for ranks 1 and 2 at" in caplog.text)
-        wait_for(mine, A, peer=2)
-        until(lambda: "for rank 2 at" in caplog.text)
+        begin_wait(mine, A)
+        wait_for(lambda: "for ranks 1 and 2 at" in caplog.text, 60)
+        begin_wait(mine, A, peer=2)
+        wait_for(lambda: "for rank 2 at" in caplog.text, 60)
 
 
 def test_a_comm_that_notes_its_wait_at_every_poll_is_told_of_at_doubling_times(
@@ -143,9 +137,9 @@ def test_nothing_but_heartbeats_is_written_while_nobody_waits_long(group: Group)
     mine, other = group.add(2), group.add(2)
     for one in (mine, other):
         one.issue(A)
-        wait_for(one, A)
+        begin_wait(one, A)
         one.waits = None
-    until(lambda: group.store.check(["alive/0", "alive/1"]))
+    wait_for(lambda: group.store.check(["alive/0", "alive/1"]), 60)
     assert group.store.num_keys() == 2
 
 
@@ -156,8 +150,8 @@ def test_a_rank_that_sends_heartbeats_and_does_not_come_is_named_with_its_stack(
     other.issue(A)
     mine.issue(A)
     mine.issue(B)
-    wait_for(mine, B)
-    until(lambda: "stack of ranks 0 and 1" in caplog.text)
+    begin_wait(mine, B)
+    wait_for(lambda: "stack of ranks 0 and 1" in caplog.text, 60)
     assert "rank 1 runs: process " in caplog.text
     assert "last issued gather blocks.0" in caplog.text
     assert "test_watchdog.py:" in caplog.text
@@ -168,12 +162,12 @@ def test_a_rank_whose_heartbeats_stop_is_named_with_its_last_one(
 ) -> None:
     mine, other = group.add(2), group.add(2)
     other.issue(A)
-    until(lambda: "last issued gather" in group.store.get("alive/1").decode())
+    wait_for(lambda: "last issued gather" in group.store.get("alive/1").decode(), 60)
     other._stop.set()  # as a signal would stop it
     mine.issue(A)
     mine.issue(B)
-    wait_for(mine, B)
-    until(lambda: "rank 1 has sent no heartbeat for " in caplog.text)
+    begin_wait(mine, B)
+    wait_for(lambda: "rank 1 has sent no heartbeat for " in caplog.text, 60)
     last = caplog.text.partition("The last one: ")[2]
     assert last.startswith("process ")
     assert "last issued gather blocks.0" in last
@@ -193,12 +187,12 @@ def test_a_rank_in_a_collective_of_torch_is_not_waited_for_if_it_came_to_it_befo
             peer.issue(collective)
         mine.issue(A)
         mine.issue(B)
-        wait_for(mine, B)
+        begin_wait(mine, B)
         if count == 2:
             time.sleep(0.5)
             mine.raise_if_failed()
             return
-        until(lambda: bool(mine.failure))
+        wait_for(lambda: bool(mine.failure), 60)
     assert "rank 1 has left (it called a collective of torch that ends when all" in mine.failure
     assert "rank 0 waits at gather blocks.1" in mine.failure
 
@@ -209,10 +203,10 @@ def test_the_lowest_waiting_rank_that_is_not_frozen_reports(
     watches = [group.add(3) for _ in range(3)]
     for one in watches[:2]:
         one.issue(A)
-        wait_for(one, A)
-    until(lambda: "have waited" in caplog.text)
+        begin_wait(one, A)
+    wait_for(lambda: "have waited" in caplog.text, 60)
     watches[0]._stop.set()
-    until(lambda: "rank 1 has waited" in caplog.text)
+    wait_for(lambda: "rank 1 has waited" in caplog.text, 60)
 
 
 def test_work_that_is_over_is_not_waited_for(group: Group) -> None:
@@ -255,8 +249,8 @@ def test_the_time_limit_names_who_never_came(group: Group) -> None:
     group.add(3)
     mine.issue(A)
     other.issue(A)
-    wait_for(other, A)
-    wait_for(mine, A)
+    begin_wait(other, A)
+    begin_wait(mine, A)
     assert group.interrupted[0].wait(60)
     assert "rank 2 has not come within 0 s while rank 0 waits at gather blocks.0" in reason(mine)
     # The other rank that waits reads the verdict rather than find one of its own.
@@ -270,7 +264,7 @@ def test_a_rank_that_left_is_named_with_its_reason(group: Group) -> None:
     other.issue(A)
     other.leave("it raised KeyError('x')")
     mine.issue(B)
-    wait_for(mine, B)
+    begin_wait(mine, B)
     assert group.interrupted[0].wait(60)
     assert "rank 1 has left (it raised KeyError('x') after 1 collectives) while" in reason(mine)
 
@@ -312,7 +306,7 @@ def test_a_backend_s_error_is_explained_by_what_the_peer_said_last(group: Group)
     mine, other, third = (group.add(3) for _ in range(3))
     for one in (mine, other, third):
         one.issue(A)
-    wait_for(mine, A, peer=1)
+    begin_wait(mine, A, peer=1)
     assert str(mine.explain(closed, 1)).startswith("rank 1 ended without a reason")
     # Whoever sees the first rank close finds its verdict, and blames nobody else.
     assert str(third.explain(closed, 0)) == reason(mine)
@@ -364,7 +358,7 @@ def test_a_store_that_is_gone_is_said_to_be_gone() -> None:
     text = str(beside.explain(RuntimeError("Connection closed by peer"), 1))
     assert text.startswith("rank 1 is gone, and the store of the ranks does not answer any more")
     interrupted.clear()
-    wait_for(mine, A, peer=1)
+    begin_wait(mine, A, peer=1)
     assert interrupted.wait(60)
     text = reason(mine)
     assert text.startswith("rank 1 is gone, and the store of the ranks does not")
