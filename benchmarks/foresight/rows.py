@@ -23,7 +23,6 @@ PUBLISHED = Path(__file__).with_name("published.csv")
 VOCABULARY = 32_000  # of a model that is known by its sizes alone
 TOLERANCE = 0.07  # of the parameters, between a shape and its row
 COUNT = r"^\d+ ?[x×] ?|( |(?<=\d))[x×] ?\d+$|\(.*\)"  # of accelerators, and what is in brackets
-HOSTS = r"(\d+)(?: nodes?)? ?[x×*] ?(\d+)"  # and accelerators in each
 VENDORS = "nvidia|amd|intel|google|cloud|tesla|geforce|instinct|habana|data center gpu|hgx|dgx"
 
 
@@ -251,9 +250,14 @@ def _required(row: Row, name: str, reason: str) -> float:
     return stated
 
 
+def _hosts(row: Row) -> re.Match[str] | None:
+    """The numbers of hosts and of devices in each, where a row states both."""
+    return re.match(r"(\d+)(?: nodes?)? ?[x×*] ?(\d+)", row["n_gpus"])
+
+
 def _ranks(row: Row) -> int:
     """The number of ranks: a number, or hosts times devices."""
-    hosts = re.match(HOSTS, row["n_gpus"])
+    hosts = _hosts(row)
     if hosts is not None:
         return int(hosts[1]) * int(hosts[2])
     return int(_required(row, "n_gpus", "the number of accelerators is not stated"))
@@ -287,7 +291,7 @@ def _machine(row: Row, ranks: int) -> Machine:
     if pcie and known().accelerator(name).inside.startswith("NVLink"):
         inside = "PCIe 4"
     machine = known().machine(name, inside=inside, between=between)
-    hosts = re.match(HOSTS, row["n_gpus"])
+    hosts = _hosts(row)
     return replace(machine, per_host=min(ranks, int(hosts[2]) if hosts else machine.per_host))
 
 
