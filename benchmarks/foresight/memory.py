@@ -70,13 +70,8 @@ def _tensors(case: Case) -> float:
 
 
 def _gradients_wait(case: Case) -> bool:
-    """Do gradients stay whole until the step?
-
-    They do where only the optimizer's state is split, and those of earlier micro-batches where
-    nothing is split, or they are not summed before the last one.
-    """
-    whole = case.ranks == 1 or case.strategy == "no_shard" or case.software.waits
-    return case.strategy == "zero1" or (case.micro_batches > 1 and whole)
+    """Do gradients stay whole until the step? Those of one micro-batch only under ZeRO-1."""
+    return case.strategy == "zero1" or (case.micro_batches > 1 and case.sums_once)
 
 
 def _before_backward(event: Event | None) -> bool:

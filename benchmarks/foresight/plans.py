@@ -117,10 +117,7 @@ def plan_of(case: Case) -> Plan:
     placements = dict.fromkeys(work.units, blueprint.placement)
     averages = frozenset(work.units if blueprint.policy.averages else ())  # of all, not of two
     policy = replace(blueprint.policy, placements=placements, averages=averages)
-    if case.strategy in ("zero1", "no_shard") or case.software.waits:
-        kinds = modes(case.micro_batches)
-    else:  # torch's FSDP reduces the gradients of each micro-batch, if it is not told to wait
-        kinds = [("train", case.micro_batches)]
+    kinds = modes(case.micro_batches) if case.sums_once else [("train", case.micro_batches)]
     listed = tuple((events(work.order, policy, nbytes, mode), times) for mode, times in kinds)
     if case.software.scans:
         listed = tuple((_averages_last(each), times) for each, times in listed)

@@ -93,6 +93,15 @@ class Case:
         )
 
     @property
+    def sums_once(self) -> bool:
+        """Are gradients summed over ranks after the last micro-batch alone?
+
+        torch's FSDP sums those of each micro-batch, if it is not told to wait.
+        """
+        whole = self.ranks == 1 or self.strategy in ("zero1", "no_shard")
+        return whole or self.software.waits
+
+    @property
     def group(self) -> tuple[str, str]:
         """The source and the accelerator, of which one row calibrates the others."""
         return self.source, self.machine.accelerator.name
