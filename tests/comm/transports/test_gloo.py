@@ -30,6 +30,7 @@ from shardwise.comm.watchdog.desync import NO_TAG
 from shardwise.errors import RanksDisagree
 from tests.comm.differences import extra, gather, larger, missing, swapped
 from tests.ranks import Outcome, gloo_group, outcomes_of, run_threads
+from tests.waiting import wait_for
 
 SOON = 60.0  # seconds: on a busy machine, too, and far below the time limit of half an hour
 TRANSPORTS = ["messages", "memory"]
@@ -38,13 +39,6 @@ TRANSPORTS = ["messages", "memory"]
 def look_soon() -> None:
     """What a rank does after 1.5 seconds of waiting, it does at once."""
     watchdog.POLL_INTERVAL = watchdog.FIRST_CHECK = 0.05
-
-
-def wait_for(path: Path) -> None:
-    until = time.monotonic() + SOON
-    while not path.exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 # --- what rank 1 does differently ------------------------------------------------------------
@@ -211,7 +205,7 @@ def be_slow(rank: int, world: int, folder: str, transport: str) -> list[str]:
         gather(patient, "blocks.1")
         with over(dist.group.WORLD, timeout=1.0, transport=transport) as impatient:
             if rank == 1:
-                wait_for(raised)
+                wait_for(raised.exists, SOON)
             late = error_of(lambda: gather(impatient, "blocks.2"))[1]
             raised.touch()
         gather(patient, "blocks.3")
@@ -239,7 +233,7 @@ def come_alone(rank: int, world: int, folder: str, transport: str) -> tuple[str,
             raised.touch()
         else:
             text = ""
-            wait_for(raised)
+            wait_for(raised.exists, SOON)
         return text, threading.active_count() - before
 
 
@@ -341,7 +335,7 @@ def end_within_a_message(rank: int, world: int, folder: str, is_killed: bool) ->
                 return error_of(flying.wait)
             flying.wait()
             return full.sum().item()
-        wait_for(posted)
+        wait_for(posted.exists, SOON)
         (peer,) = (int(path.stem) for path in posted.parent.glob("*.pid"))
         os.kill(peer, signal.SIGSTOP)
         subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {peer}"])
