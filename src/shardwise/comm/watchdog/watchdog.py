@@ -281,10 +281,8 @@ class Watchdog:
         ended = {rank: one for rank, one in progress.items() if one.ended}
         if not reason and (lost := self._unreachable(ended, waits.peer)) is not None:
             reason = self._why_gone(lost, ended, collective)
-        if waits.peer is None:
-            missing = desync.missing_ranks(progress, self.size, collective)
-        else:
-            missing = [waits.peer]
+        late = desync.missing_ranks(progress, self.size, collective)
+        missing = late if waits.peer is None else [waits.peer]
         if not reason and age > self._timeout:
             reason = desync.timed_out(missing, age, {self._rank: collective})
             reason += desync.look_at({self._rank: user_call(self._caller)})
