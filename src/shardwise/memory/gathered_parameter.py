@@ -93,12 +93,13 @@ def _parameter_of(read: Any, reader: str) -> Any:
     """The parameter; an error if autograd could not come back to it, or it shows other memory."""
     param, key = _VIEWED.get(read, lambda: read)(), internals.storage_key
     is_shown = param is read or (isinstance(param, GatheredParameter) and key(param) == key(read))
-    if not is_shown and sharding_of(param) is None:
+    if sharding_of(param) is None and not is_shown:
         text = "a view of a parameter that is gone, or that unshard() moved: read it again."
         raise ShardUseError(f"{reader!r} of {text}")
-    if (internals.is_transformed() or not is_shown) and sharding_of(param) is not None:
-        how = "in a transform of torch.func" if is_shown else "of a view that was read before"
-        raise needs_full_tensor(f"{reader} {how}", param)
+    if not is_shown:
+        raise needs_full_tensor(f"{reader} of a view that was read before", param)
+    if internals.is_transformed() and sharding_of(param) is not None:
+        raise needs_full_tensor(f"{reader} in a transform of torch.func", param)
     return param
 
 

@@ -107,12 +107,13 @@ def converted(name: str, shard: Tensor, value: Tensor) -> ConfigError:
 
 def _describe(shard: Tensor) -> str:
     sharding: Sharding = shard.sharding  # type: ignore[attr-defined]
-    is_param, name = isinstance(shard, nn.Parameter), repr(sharding.name)
-    computed = f"this tensor is a shard of parameter {name} (its gradient, or computed from it)"
+    name, unit, shape = sharding.name, sharding.unit or "(root)", sharding.shape
+    fact = f"this tensor is a shard of parameter {name!r} (its gradient, or computed from it)"
+    if isinstance(shard, nn.Parameter):
+        fact = f"parameter {name!r} is sharded"
     return (
-        f"{f'parameter {name} is sharded' if is_param else computed}: this rank has elements "
-        f"{sharding.start:,} to {sharding.stop:,} of {sharding.shape.numel():,} (shape "
-        f"{tuple(sharding.shape)}, unit {sharding.unit or '(root)'!r})"
+        f"{fact}: this rank has elements {sharding.start:,} to {sharding.stop:,} of "
+        f"{shape.numel():,} (shape {tuple(shape)}, unit {unit!r})"
     )
 
 
