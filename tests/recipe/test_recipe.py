@@ -79,6 +79,13 @@ def test_weights_are_read_as_floating_point_numbers() -> None:
     )
 
 
+def test_a_tokenizer_that_is_trained_has_no_other_end_token() -> None:
+    with pytest.raises(ValidationError, match=r"end is </s> and tokenizer\.source is null"):
+        Recipe.model_validate({"tokenizer": {"end": "</s>"}})
+    for place in ({"model": {"from": "base"}}, {"tokenizer": {"end": "</s>", "source": "own"}}):
+        Recipe.model_validate({"tokenizer": {"end": "</s>"}} | place)
+
+
 def test_an_infinite_rate_is_refused() -> None:
     with pytest.raises(ValidationError, match="finite"):
         Recipe.model_validate({"optimizer": {"lr": float("inf")}})

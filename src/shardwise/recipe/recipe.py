@@ -230,6 +230,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_tokenizer_that_is_trained_has_its_own_end(self) -> Self:
+        given, end = self.tokenizer, TokenizerConfig().end
+        if given.end != end and given.source is None and self.model.source is None:
+            raise ConfigError(
+                f"tokenizer.end is {given.end} and tokenizer.source is null: the tokenizer that is "
+                f"trained then has the end token {end}. Leave tokenizer.end out, or name a "
+                "tokenizer that has it in tokenizer.source."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _what_is_trained_computes_as_its_base(self) -> Self:
         precision, adapter = self.sharding.precision, self.adapter
         whole = bool(adapter.modules_to_save) or adapter.bias != "none"
