@@ -21,7 +21,6 @@ from shardwise.plan.draw import draw, mesh_of
 from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.memory import forecast, state_nbytes
 from shardwise.plan.schedule.events import Event, Op
-from shardwise.plan.spec import BucketSpec
 
 
 @dataclass(frozen=True)
@@ -112,22 +111,13 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
         gradients=gradients[0],
         optimizer=state[0],
         in_host=parameters[1] + gradients[1] + state[1],
-        joined=sum(_joined(spec) for spec in blueprint.buckets),
+        joined=memory.most[Kind.JOINED],
         padding=sum(spec.rest_nbytes for spec in blueprint.buckets) - sum(parameters),
         gathered=memory.most[Kind.GATHERED],
         buckets=memory.most[Kind.BUCKETS],
         sent=sum(schedule.sent(event) for event in schedule.events),
         calls=_calls(schedule.events, blueprint),
     )
-
-
-def _joined(spec: BucketSpec) -> int:
-    """Bytes kept to be sent, besides the shard where that is a piece of it."""
-    if spec.staged is None:
-        return 0
-    nbytes = spec.layout.numel // spec.shard.size * spec.staged.itemsize
-    is_piece = not spec.in_host and spec.dtypes.stored is spec.dtypes.param
-    return nbytes - (spec.rest_nbytes if is_piece else 0)
 
 
 def _calls(events: Sequence[Event], blueprint: Blueprint) -> dict[str, int]:
