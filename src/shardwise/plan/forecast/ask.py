@@ -122,7 +122,7 @@ def ask(
         question.check(chosen)
     planner, search = Planner(question), _Search(question)
     every = list(candidates_of(question) if among is None else among)
-    others = search.fastest_of_each(planner, [c for c in every if c.wire is None], _strategy)
+    others = search.fastest_of_each(planner, [c for c in every if c.wire is None], "strategy")
     best = planner.forecast(chosen) if chosen else search.best(planner, others, every)
     verdict = Verdict(
         best,
@@ -198,12 +198,12 @@ class _Search:
         return forecast.memory.held(self.question.machine.accelerator)
 
     def fastest_of_each(
-        self, planner: Planner, every: Sequence[Candidate], kind: Callable[[Candidate], str | None]
+        self, planner: Planner, every: Sequence[Candidate], kind: Literal["strategy", "wire"]
     ) -> list[Forecast]:
-        """The fastest of each kind that fits, forecast whole; the fastest first."""
+        """The fastest of each strategy or wire that fits, forecast whole; the fastest first."""
         kinds: dict[str | None, list[Candidate]] = {}
         for candidate in every:
-            kinds.setdefault(kind(candidate), []).append(candidate)
+            kinds.setdefault(getattr(candidate, kind), []).append(candidate)
         best = (self._fastest(planner, alike) for alike in kinds.values())
         return sorted((f for f in best if f is not None), key=_rate, reverse=True)
 
@@ -222,7 +222,7 @@ class _Search:
         self, planner: Planner, best: Forecast, every: Sequence[Candidate]
     ) -> list[Forecast]:
         """The fastest that fits of each dtype in which gradients could travel, and in bfloat16."""
-        wires = self.fastest_of_each(planner, [c for c in every if c.wire], _wire)
+        wires = self.fastest_of_each(planner, [c for c in every if c.wire], "wire")
         if self.question.dtypes.param is not torch.float32:
             return wires
         narrow = planner.forecast(replace(best.candidate, computes="bfloat16"))
@@ -270,14 +270,6 @@ def _is_frozen(model: nn.Module) -> bool:
     """Is most of it?"""
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     return trained < _numel(model) / 2
-
-
-def _strategy(candidate: Candidate) -> str:
-    return candidate.strategy
-
-
-def _wire(candidate: Candidate) -> str | None:
-    return candidate.wire
 
 
 def _rate(forecast: Forecast) -> float:
