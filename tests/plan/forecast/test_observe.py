@@ -231,7 +231,6 @@ def test_narrow_parameters_make_narrow_activations() -> None:
         for given in (sw.Precision(), precision)
     )
     block = "blocks.0"
-    assert narrow.units[block].output * 2 == wide.units[block].output
     assert narrow.units[block].saved < 0.6 * wide.units[block].saved
 
 

@@ -38,7 +38,7 @@ from shardwise.plan.forecast.memory import MemoryForecast
 from shardwise.plan.forecast.moments import EngineMoments, activations
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.question import Question
-from shardwise.plan.forecast.rates import Rates
+from shardwise.plan.forecast.rates import EAGER, Rates
 from shardwise.plan.forecast.repeated import Stack, deepen, shallow, stack_of
 from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.forecast.work import Span, StepWork
@@ -82,7 +82,7 @@ class Planner:
         self.question = question
         self._made: dict[tuple[Any, ...], Any] = {}
         machine = question.machine
-        rates = Rates(machine.accelerator, question.kernels, known().constants)
+        rates = Rates(machine.accelerator, EAGER, known().constants)
         self._contention = rates.contention * CORES  # at least
 
     def about(self, question: Question) -> Planner:
@@ -212,7 +212,7 @@ class Planner:
     def _time(self, candidate: Candidate, depth: _Depth) -> TimeForecast:
         question, times = self.question, self.question.micro_batches(candidate)
         drawn = self._blueprint(candidate, depth), self._work(candidate, depth)
-        return time.forecast(*drawn, question.machine, question.kernels, times, question.optimizer)
+        return time.forecast(*drawn, question.machine, times, question.optimizer)
 
     # ---- what candidates share -----------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from shardwise.errors import ConfigError
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine
 from shardwise.plan.forecast.observe import Loss, loss_of
-from shardwise.plan.forecast.rates import Kernels
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -31,7 +30,6 @@ class Question:
         rows: of a step, over all ranks; ``None``: one micro-batch of each rank.
         optimizer: its name; see ``memory.OPTIMIZERS`` and ``memory.AVERAGED``.
         arguments: of ``shard()`` that no candidate chooses, such as ``wrap`` and ``precision``.
-        kernels: the software that computes.
         loss: of what the model returns.
         shared: ranks map one full bucket, as those of one host can on a CPU.
     """
@@ -43,7 +41,6 @@ class Question:
     rows: int | None = None
     optimizer: str = "adamw"
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    kernels: Kernels = field(default_factory=Kernels)
     loss: Loss = loss_of
     shared: bool = False
 

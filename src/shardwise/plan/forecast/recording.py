@@ -117,7 +117,6 @@ class Recording(TorchDispatchMode):
         self._made: dict[int, ref[Any]] = {}  # every other storage that is alive
         self._alive, self._copied = _Bytes(), _Bytes()  # by the unit that made them; in host memory
         self._saved, self._kept = _Bytes(), _Bytes()  # the same when the backward pass begins
-        self._outputs = _Bytes()
         self._blocks = 0  # bytes alive of storages below the threshold
         self._holes = list[int]()  # where the forward pass has freed some, the smallest first
         self._forward, self._backward = [_Span(None, 0, 0, 0)], list[_Span]()
@@ -155,8 +154,6 @@ class Recording(TorchDispatchMode):
                 self._has_graph.add(len(self.cues) - 1)
             self._holds[-1] = self._holds[entered]
             self._holds[self._calls[-1][1]] |= comes and self._calls[-1][0] is not None
-            made = {storage_key(t): t for t in _tensors(output) if not self.holds(t)}
-            self._outputs[cue.unit] += sum(t.untyped_storage().nbytes() for t in made.values())
         self._first_nodes.append(next_sequence_number())
         self._forward.append(self._next(self._calls[-1][0]))
 
@@ -314,7 +311,6 @@ class Recording(TorchDispatchMode):
             backward=_summed([repeated, *(span.kernels for span in backward)]).as_pass(),
             recomputed=repeated.as_pass(),
             saved=self._saved[unit],
-            output=self._outputs[unit],
             in_host=self._kept[unit],
         )
 

@@ -128,7 +128,6 @@ class UnitWork:
         forward, backward: its kernels.
         recomputed: the part of ``backward`` that repeats ``forward``.
         saved: bytes that it has made and that are kept from the forward to the backward pass.
-        output: bytes of what its calls return.
         in_host: bytes that are kept in host memory from the forward to the backward pass.
     """
 
@@ -137,7 +136,6 @@ class UnitWork:
     backward: Pass
     recomputed: Pass
     saved: int
-    output: int
     in_host: int = 0
 
 
