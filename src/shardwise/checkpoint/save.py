@@ -96,7 +96,7 @@ def begin(sharded: ShardedModel, make_request: MakeRequest) -> Task:
     training, partials = request.training, list[Partial]()
 
     def plan() -> SavePlan:
-        contents = plan_save(comm, request, state, [own for _, *own in shared])
+        contents = plan_save(sharded, request, state, [own for _, *own in shared])
         if comm.rank == 0:
             partials.append(_make_folder(final, token, contents))
         return contents

@@ -105,10 +105,14 @@ class SavedState(NamedTuple):
     whole: Mapping[str, Tensor]  # what every rank has, alike or not
 
 
-def plan_save(comm: Comm, request: SaveRequest, state: SavedState, shared: list[Any]) -> SavePlan:
+def plan_save(
+    sharded: ShardedModel, request: SaveRequest, state: SavedState, shared: list[Any]
+) -> SavePlan:
     """Plan a save from this rank's state, and what each shared: ``local`` values, ``sums_of``."""
-    training, options = request.training, request.options
+    training, options, comm = request.training, request.options, sharded.comm
     groups, small = dict(state.groups), dict(state.small)
+    if comm.rank == 0 and options.names is None:  # it alone writes them, so it alone encodes them
+        small = _model_config(sharded.model) | small
     if training is not None:
         own, (first, *others) = dict(state.own), [sums for _, sums in shared]
         for name, value in state.whole.items():
@@ -148,13 +152,10 @@ def state_to_save(sharded: ShardedModel, request: SaveRequest) -> SavedState:
         shards = [shard for shard in shards if wanted(shard.entry.name)]
         aliases = {alias: name for alias, name in aliases.items() if wanted(name)}
     shards = [s.clone() if request.background and s.entry.everywhere else s for s in shards]
-    small = _checked(options.files or {})
+    groups, small = {MODEL: shards}, _checked(options.files or {})
     if isinstance(wanted, Part):
         groups, aliases = _as_part(wanted, shards, aliases)
         small = {**wanted.files, **small}
-    else:
-        groups, is_written = {MODEL: shards}, wanted is None and sharded.comm.rank == 0
-        small = {**(_model_config(sharded.model) if is_written else {}), **small}
     if training is None:
         return SavedState(values, groups, aliases, small, (), {}, whole)
     sharded.runtime.check_reduced(

@@ -97,8 +97,6 @@ class Document:
             parts = {key: json_codec.decode(fields[key]) for key in _VALUES}
             parts["classes"] = fields.get("classes", {})
             return cls(None if step is None else int(step), world, fields["optimizers"], **parts)
-        except CheckpointError:
-            raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedCheckpoint(
                 f"{where} is damaged ({type(error).__name__}: {error}). Load another checkpoint, "
