@@ -118,7 +118,7 @@ class Checkpoints:
         start = self._fetched(start)
         start = self._check_resumable(start)
         report = self._load_newest(self._folder) if start is Start.RESUME else None
-        if start is Start.RESUME and report is None and _has_checkpoints(self._folder):
+        if start is Start.RESUME and report is None and checkpoints(self._folder):
             start = Start.NEW
         if report is None and source not in ("auto", "never"):
             report = self._load_given(Path(source).expanduser())
@@ -132,7 +132,7 @@ class Checkpoints:
         url = config.mirror
 
         def fetch() -> bool:
-            is_new = not _has_checkpoints(self._folder) and bool(remote_checkpoints(url))
+            is_new = not checkpoints(self._folder) and bool(remote_checkpoints(url))
             if is_new:
                 download(url, self._folder)
             return is_new
@@ -163,7 +163,7 @@ class Checkpoints:
     def _load_given(self, path: Path) -> Loaded:
         """Load from a run, a folder of checkpoints, or a checkpoint."""
         for run in (path / CHECKPOINTS, path):
-            if _has_checkpoints(run):
+            if checkpoints(run):
                 self._check_newest(run)
                 report = self._load_newest(run)
                 assert report is not None  # or it would have been refused
@@ -334,10 +334,6 @@ class Checkpoints:
             "names": self._stored,
             "files": {FILE: self._data.tokenizer.to_str(), **texts},
         }
-
-
-def _has_checkpoints(folder: Path) -> bool:
-    return bool(checkpoints(folder))
 
 
 def _read_document(path: Path) -> Document | None:

@@ -313,14 +313,11 @@ def planned_seconds(time: TimeForecast) -> dict[str, float]:
     """Seconds of a step in forward and backward passes, and the update."""
     forward = backward = 0.0
     for one, times in time.micro_batches:
-        turn = max((i.stop for i in one.intervals if _is_forward(i)), default=0.0)
+        passes = [i for i in one.intervals if i.lane == "device" and i.phase is Phase.FORWARD]
+        turn = max((interval.stop for interval in passes), default=0.0)
         forward += times * turn
         backward += times * (one.seconds - turn)
     return {"forward": forward, "backward": backward, "update": time.optimizer}
-
-
-def _is_forward(interval: Any) -> bool:
-    return interval.lane == "device" and interval.phase is Phase.FORWARD
 
 
 def seconds_of(moments: Sequence[Sequence[Any]]) -> dict[str, float]:

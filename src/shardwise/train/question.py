@@ -33,7 +33,10 @@ def model_of(recipe: Recipe, vocabulary: int | None = None) -> nn.Module:
         vocabulary: of a decoder of ours; ``None``: as the recipe says.
     """
     if recipe.model.source is not None:
-        whole: nn.Module = _causal(on_meta(recipe))
+        from shardwise.hf.causal_attention import make_causal
+
+        whole = on_meta(recipe)
+        make_causal(whole)
         return whole
     with torch.device("meta"):
         size = vocabulary or recipe.tokenizer.vocabulary
@@ -109,13 +112,6 @@ def _loss_in_place(head: nn.Module, hidden: Tensor) -> Tensor:
         return compute(hidden, head, target)
     finally:
         head.forward = own
-
-
-def _causal(model: Any) -> Any:
-    from shardwise.hf.causal_attention import make_causal
-
-    make_causal(model)
-    return model
 
 
 def _hashable(value: Any) -> Any:
