@@ -18,7 +18,6 @@ from shardwise.cli.planned import planned
 from shardwise.cli.tables import table
 from shardwise.comm.machine.environment import read_launch
 from shardwise.config.strategies import STRATEGIES
-from shardwise.errors import ShardwiseError
 from shardwise.integrations.side_by_side import (
     Measured,
     Subject,
@@ -26,7 +25,7 @@ from shardwise.integrations.side_by_side import (
     peak_memory,
     process_group,
 )
-from shardwise.launch.error_files import write_error_file
+from shardwise.launch.error_files import told_by_launcher
 from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.memory import FIRST_STEP
@@ -86,12 +85,8 @@ def run_bench(bench: Bench, memory: str | None, result: Path | None, as_json: bo
     """Measure and print; or, as one of the ranks, measure and write to ``result``."""
     if read_launch(os.environ) is not None:
         exit_with_launcher(os.environ)
-        try:
+        with told_by_launcher():
             _as_a_rank(bench, memory, result, as_json)
-        except ShardwiseError as error:  # the launcher says it once
-            if write_error_file(error):
-                sys.exit(1)
-            raise
         return []
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "result.json"

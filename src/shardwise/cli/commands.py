@@ -7,7 +7,6 @@ misspelt option and completion answer at once.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
@@ -29,7 +28,6 @@ from shardwise.cli.options import (
 )
 from shardwise.cli.run_commands import report, watch
 from shardwise.config.version import __version__
-from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.recipe.recipe import Recipe
@@ -164,17 +162,13 @@ def train(recipe: str, overrides: tuple[str, ...], rehearse: bool, **processes: 
 
 def _recipe(path: str, overrides: tuple[str, ...]) -> Recipe:
     """The recipe; under a launcher its errors are printed once, not by every rank."""
-    from shardwise.launch.error_files import write_error_file
+    from shardwise.launch.error_files import told_by_launcher
     from shardwise.recipe.read import read_recipe
 
-    try:
-        processes = ("--nproc", "--restarts", "--kill-rank", "--rehearse")
-        others = ("--verbose", "--force", "--machines", "--timeout", "--help")
+    processes = ("--nproc", "--restarts", "--kill-rank", "--rehearse")
+    others = ("--verbose", "--force", "--machines", "--timeout", "--help")
+    with told_by_launcher():
         return read_recipe(path, overrides, (*processes, *others))
-    except ConfigError as error:
-        if write_error_file(error):
-            sys.exit(1)
-        raise
 
 
 # --- recipe ----------------------------------------------------------------------------------

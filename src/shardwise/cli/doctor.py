@@ -29,7 +29,7 @@ from shardwise.doctor.conformance import CHECKS, Result, conform
 from shardwise.doctor.machine import Devices, Package, device_name, devices, packages, variables
 from shardwise.doctor.steps import StepCost, step_costs
 from shardwise.errors import ShardwiseError
-from shardwise.launch.error_files import write_error_file
+from shardwise.launch.error_files import told_by_launcher
 from shardwise.launch.launcher import exit_with_launcher, start
 from shardwise.plan.printed import size
 
@@ -50,13 +50,8 @@ def run_doctor(
         start([sys.executable, "-m", "shardwise.cli", "doctor", "--conformance", *options], ranks)
         return
     exit_with_launcher(os.environ)
-    try:
-        with connect(device) as comm:
-            _examine(comm, output or RESULT)
-    except ShardwiseError as error:
-        if write_error_file(error):
-            sys.exit(1)
-        raise
+    with told_by_launcher(), connect(device) as comm:
+        _examine(comm, output or RESULT)
 
 
 def _ranks(device: str | None) -> int:

@@ -20,7 +20,7 @@ from shardwise.comm.machine.devices import device_count
 from shardwise.comm.machine.environment import Launch
 from shardwise.comm.protocol import Comm
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
-from shardwise.launch.error_files import record_errors, write_error_file
+from shardwise.launch.error_files import record_errors, told_by_launcher
 from shardwise.launch.launcher import EXIT_STOPPED, launch_attempt
 from shardwise.launch.signals import save_and_stop_signals
 from shardwise.recipe.recipe import Recipe
@@ -36,17 +36,13 @@ Kill = tuple[int, int] | None
 
 def run_rank(recipe: Recipe, launch: Launch, options: TrainOptions) -> None:
     """Run as a rank of a launcher: an error is written to the error file that it reads."""
-    try:
+    with told_by_launcher(Exception):
         if options.nproc not in (None, launch.size):
             raise ConfigError(
                 f"--nproc is {options.nproc}, but a launcher has already started {launch.size} "
                 "processes; leave --nproc out, or start without the launcher."
             )
         run(recipe, launch, options)
-    except Exception as error:
-        if write_error_file(error):
-            sys.exit(1)
-        raise
 
 
 def _requests(kill_rank: Kill, rank: int) -> SignalRequests:

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,17 @@ def record_errors() -> Iterator[None]:
         yield
     except Exception as error:
         write_error_file(error)
+        raise
+
+
+@contextmanager
+def told_by_launcher(kind: type[Exception] = ShardwiseError) -> Iterator[None]:
+    """An error of that kind ends this rank silently where a launcher tells it, once for all."""
+    try:
+        yield
+    except kind as error:
+        if write_error_file(error):
+            sys.exit(1)
         raise
 
 
