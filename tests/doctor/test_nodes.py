@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,18 +29,14 @@ def test_two_ranks_of_one_host_examine_each_other(
 ) -> None:
     monkeypatch.setattr(meeting_module, "_meetings", iter([7] * 2))  # each "process" has its first
     monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a secret")
-    port, reports, findings = free_port(), dict[int, Report](), list[Finding]()
+    port, findings = free_port(), list[Finding]()
 
-    def rank(number: int) -> None:
+    def rank(number: int) -> Report:
         launch = Launch(number, 2, 0, "127.0.0.1", port)
-        reports[number] = examine(launch, 20.0, tmp_path, findings.extend)
+        return examine(launch, 20.0, tmp_path, findings.extend)
 
-    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
-    first = reports[0]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(rank, range(2))
     assert findings == []
     assert [(link.source, link.target, link.problem) for link in first.links] == [
         (0, 1, ""),
@@ -48,7 +44,7 @@ def test_two_ranks_of_one_host_examine_each_other(
     ]
     assert not [finding for finding in first.findings if finding.stops]
     assert not any("shared" in finding.what for finding in first.findings)
-    assert reports[1].links == first.links
+    assert second.links == first.links
     assert not any(tmp_path.iterdir())
     path = tmp_path / "nodes.json"
     path.write_text(json.dumps(first.as_json()), "utf-8")

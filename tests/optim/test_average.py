@@ -13,7 +13,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import disable_torch_function
-from tests.copies import assert_near
+from tests.copies import assert_near, clones
 
 X = torch.linspace(-1, 1, 20).reshape(4, 5)
 
@@ -34,17 +34,13 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[], 
         after()
 
 
-def values(net: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in net.state_dict().items()}
-
-
 def expected() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and averages of one plain process, by torch's own class."""
     net = model()
     averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     train(net, optimizer, lambda: averaged.update_parameters(net))
-    return values(net), values(averaged.module)
+    return clones(net.state_dict()), clones(averaged.module.state_dict())
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
@@ -61,8 +57,8 @@ def test_averages_are_those_of_one_process_and_training_goes_on_from_the_weights
             net(X)
         train(net, optimizer, ema.update)
         with ema.applied():
-            averages = values(net)
-        return values(net), averages
+            averages = clones(net.state_dict())
+        return clones(net.state_dict()), averages
 
     for result in threads.run(world, run):
         for got, wanted in zip(result, expected(), strict=True):
@@ -81,9 +77,9 @@ def test_a_forward_pass_without_a_backward_one_is_not_in_the_way(strategy: str) 
         train(net, optimizer, lambda: (net(X), ema.update()))
         net(X)
         with ema.applied():
-            averages = values(net)
+            averages = clones(net.state_dict())
             net(X)
-        return values(net), averages
+        return clones(net.state_dict()), averages
 
     for result in threads.run(4, run):
         for got, wanted in zip(result, expected(), strict=True):
@@ -105,7 +101,7 @@ def test_averages_are_in_checkpoints_at_any_number_of_ranks(tmp_path: Path, flat
         else:
             sharded.load(tmp_path / "step-3", optimizer)
         with ema.applied():
-            return values(net)
+            return clones(net.state_dict())
 
     saved = threads.run(2, lambda comm: run(comm, 3))[0]
     for loaded in threads.run(3, lambda comm: run(comm, 0)):

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from shardwise.errors import ConfigError, RanksDisagree, ScheduleError
 from shardwise.outer.diloco import DiLoCo, place_of
 from shardwise.outer.link import Link
 from shardwise.outer.place import Place
+from tests.copies import clones
 from tests.optim.test_average import model as plain_model
 from tests.ranks import run_threads
 from tests.waiting import wait_for
@@ -76,29 +78,12 @@ def free_addresses(count: int) -> list[str]:
 def run_workers(ranks: list[int], run: Callable[[Worker], Any]) -> list[list[Any]]:
     """``run`` on each rank of each worker; returns what each has returned."""
     addresses = free_addresses(len(ranks))
-    results: dict[int, list[Any]] = {}
-    errors: list[BaseException] = []
 
-    def work(number: int) -> None:
-        try:
-            results[number] = threads.run(
-                ranks[number], lambda comm: run(Worker(comm, number, addresses)), 60.0
-            )
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
+    def work(number: int) -> list[Any]:
+        return threads.run(ranks[number], lambda comm: run(Worker(comm, number, addresses)), 60.0)
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(len(ranks))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if errors:
-        raise errors[0]
-    return [results[number] for number in range(len(ranks))]
-
-
-def state(net: nn.Module) -> State:
-    return {name: value.clone() for name, value in net.state_dict().items()}
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(work, range(len(ranks))))
 
 
 def largest_difference(one: State, other: State) -> float:
@@ -115,7 +100,7 @@ def test_averaging_after_each_step_is_the_synchronous_run(strategy: str) -> None
         assert {one.address for one in listeners([os.getpid()])} == {"127.0.0.1"}
         worker.steps(net, optimizer, outer, range(5))
         outer.close()
-        return state(net)
+        return clones(net.state_dict())
 
     def together(comm: Comm) -> State:
         net = plain_model()
@@ -125,7 +110,7 @@ def test_averaging_after_each_step_is_the_synchronous_run(strategy: str) -> None
             net(batch(step, *divmod(comm.rank, 2))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return state(net)
+        return clones(net.state_dict())
 
     expected = run_threads(4, together)[0]
     for ranks in run_workers([2, 2], apart):
@@ -142,7 +127,7 @@ def test_one_worker_does_what_the_papers_algorithm_says() -> None:
         outer = worker.outer(sharded, optimizer, delay=0, wire="float32")
         worker.steps(net, optimizer, outer, range(8))
         outer.close()
-        return state(net)
+        return clones(net.state_dict())
 
     net = plain_model()
     start = [param.detach().clone().requires_grad_() for param in net.parameters()]
@@ -160,7 +145,7 @@ def test_one_worker_does_what_the_papers_algorithm_says() -> None:
                 for of_start, param in zip(start, net.parameters(), strict=True):
                     param.copy_(of_start)
     [[ours]] = run_workers([1], run)
-    assert largest_difference(ours, state(net)) < 1e-6
+    assert largest_difference(ours, clones(net.state_dict())) < 1e-6
 
 
 @pytest.mark.parametrize(("wire", "bytes_each"), [("float32", 4), ("float16", 2), ("int8", 1.1)])
@@ -190,7 +175,7 @@ def test_workers_of_any_number_of_ranks_have_the_same_start() -> None:
         present = outer.workers
         all_are_done.wait(20)
         outer.close()
-        return state(net), present, dict(outer.updates)
+        return clones(net.state_dict()), present, dict(outer.updates)
 
     (first, *_), (second, *_), (third, *_) = run_workers([2, 1, 3], run)
     assert first[1] == [0, 1, 2]
@@ -231,7 +216,7 @@ def test_a_lost_leader_stops_nobody_and_a_worker_that_returns_has_the_others_sta
                 worker.steps(net, optimizer, outer, range(step, step + 1))
                 step += 1
         worker.steps(net, optimizer, outer, range(outer.steps, last[0]))
-        result = state(net), dict(outer.updates), outer.workers
+        result = clones(net.state_dict()), dict(outer.updates), outer.workers
         outer.close()
         return result
 
@@ -253,7 +238,7 @@ def test_a_worker_whose_parameters_are_not_finite_sends_nothing_and_stops() -> N
         else:
             worker.steps(net, optimizer, outer, range(3, 8))
         outer.close()
-        return state(net)
+        return clones(net.state_dict())
 
     (_, alone) = run_workers([2, 1], run)
     assert all(value.isfinite().all() for value in alone[0].values())
@@ -269,7 +254,7 @@ def test_a_worker_that_is_ahead_keeps_its_steps_and_waits_for_the_mean() -> None
         start = outer.steps
         worker.steps(net, optimizer, outer, range(start, 4))
         outer.close()
-        return start, state(net)
+        return start, clones(net.state_dict())
 
     (one,), (other,) = run_workers([1, 1], run)
     assert (one[0], other[0]) == (0, 2)
@@ -303,7 +288,7 @@ def test_a_worker_that_returns_while_a_mean_is_on_its_way_gets_it() -> None:
         assert (outer.workers, set(outer.updates.values())) == ([0, 1], {3})
         done.wait(20)
         outer.close()
-        return state(net)
+        return clones(net.state_dict())
 
     (first,), (second,) = run_workers([1, 1], run)
     assert largest_difference(first, second) == 0
@@ -371,7 +356,7 @@ def test_a_resumed_worker_continues_exactly(
         worker.steps(net, optimizer, outer, range(6, 10))
         outer.finish()
         outer.close()
-        return state(net)
+        return clones(net.state_dict())
 
     straight = run_workers([2, 1], lambda worker: run(worker, stops=False))
     resumed = run_workers([2, 1], lambda worker: run(worker, stops=True))
@@ -394,7 +379,7 @@ def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:
         left.set()
         outer.finish()
         outer.close()
-        return state(net), outer.has_left
+        return clones(net.state_dict()), outer.has_left
 
     def alone(comm: Comm) -> State:
         net, _, optimizer = Worker(comm, 0, []).model()
@@ -402,7 +387,7 @@ def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:
             net(batch(step, 0, comm.rank)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return state(net)
+        return clones(net.state_dict())
 
     (stopped, *_), [going_on] = run_workers([2, 1], run)
     assert (stopped[1], going_on[1]) == (True, False)

@@ -20,7 +20,7 @@ from shardwise.errors import RanksDisagree
 from shardwise.plan.schedule.events import Op
 from shardwise.plan.units.units import Unit
 from shardwise.runtime.trained import ask_used
-from tests.copies import equal, error_text, on_ranks, seeded
+from tests.copies import clones, equal, error_text, on_ranks, seeded
 from tests.nets import numbers
 from tests.ranks import run_threads
 from tests.steps import Recorder, assert_at_rest, units_of
@@ -54,10 +54,6 @@ def train(model: nn.Module) -> None:
     model(X).square().mean().backward()
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def assert_as_plain(program: Program, build: Callable[[], nn.Module], strategy: str) -> None:
     plain = program(seeded(build), lambda model: None)
 
@@ -89,7 +85,7 @@ def test_what_was_accumulated_before_it_was_frozen_is_kept(strategy: str) -> Non
             assert model.get_parameter("layers.0.bias").grad is None
             optimizer.step(), optimizer.zero_grad()
             model.requires_grad_(True)
-        return whole(model)
+        return clones(model.state_dict())
 
     assert_as_plain(program, Chain, strategy)
 
@@ -116,7 +112,7 @@ def test_the_model_itself_may_change_it_as_it_computes(
         for _ in range(2):
             train(model)
             optimizer.step(), optimizer.zero_grad()
-        return whole(model)
+        return clones(model.state_dict())
 
     assert_as_plain(program, Chain, strategy)
 

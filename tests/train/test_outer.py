@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,27 +19,17 @@ from tests.train.tiny import tiny_recipe
 
 def run_both(folder: Path, addresses: list[str], *overrides: str) -> list[list[Record]]:
     """Two workers of one rank each; the records of each."""
-    by_worker: list[list[Record]] = [[], []]
-    errors: list[BaseException] = []
 
-    def work(number: int) -> None:
+    def work(number: int) -> list[Record]:
         options = {"method": "diloco", "every": "2", "worker": str(number), "timeout": "20"}
         options["workers"] = f"[{', '.join(addresses)}]"
         words = [f"--outer.{name}={value}" for name, value in options.items()]
-        recipe = tiny_recipe(folder / str(number), *words, *overrides)
-        try:
-            threads.run(1, lambda comm: train(recipe, comm, by_worker[number].append))
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
+        recipe, records = tiny_recipe(folder / str(number), *words, *overrides), list[Record]()
+        threads.run(1, lambda comm: train(recipe, comm, records.append))
+        return records
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if errors:
-        raise errors[0]
-    return by_worker
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(work, range(2)))
 
 
 def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from shardwise.comm.watchdog.waits_in_cpp import WaitsInCpp
 from shardwise.errors import ConfigError, RanksDisagree
 from tests.forked import forked
 from tests.ranks import free_port
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -106,8 +107,7 @@ def test_two_processes_of_one_rank_are_named_on_every_rank(
 ) -> None:
     first = rank(0, port, size=3), rank(1, port, size=3)
     threads, raised = waiting(*first)
-    while not any("rank 2 is not there" in message for message in caplog.messages):
-        time.sleep(0.01)
+    wait_for(lambda: "rank 2 is not there" in caplog.text)
     process = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: 17)
     second = rank(1, port, size=3)
@@ -136,8 +136,7 @@ def test_ranks_meet_though_their_hosts_have_restarted_them_unequally_often(
         rank(1, port, attempt="1", timeout=0.3).store()  # it is started again, and again
     assert "was started again after all had met" in before[0].failure()
     threads, raised = waiting(rank(1, port, attempt="2"))
-    while len(caplog.messages) < 4:
-        time.sleep(0.01)
+    wait_for(lambda: len(caplog.messages) >= 4)
     others, more = waiting(rank(0, port, attempt="1"))
     for thread in [*threads, *others]:
         thread.join()
@@ -150,8 +149,7 @@ def test_a_process_with_another_run_token_is_refused_and_named(
 ) -> None:
     monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a secret")
     threads, raised = waiting(rank(0, port))
-    while not caplog.messages:
-        time.sleep(0.01)
+    wait_for(lambda: caplog.messages)
     monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "another")
     foreign, name = rank(1, port, timeout=5), f"process {os.getpid()} on {platform.node()}"
     with pytest.raises(ConfigError, match="is not let in as rank 1: its run token is another one"):
@@ -159,8 +157,7 @@ def test_a_process_with_another_run_token_is_refused_and_named(
     message = (
         f"rank 1 is not there; {name} says that it is rank 1, with another SHARDWISE_RUN_TOKEN"
     )
-    while message not in caplog.messages[-1]:
-        time.sleep(0.01)
+    wait_for(lambda: message in caplog.messages[-1])
     monkeypatch.setenv("SHARDWISE_RUN_TOKEN", "a secret")
     assert rank(1, port).store() is not None
     threads[0].join()
@@ -184,8 +181,7 @@ def test_without_the_token_nothing_of_the_run_can_be_named(
 def test_ranks_of_another_world_size_are_told(port: int) -> None:
     first = rank(0, port, size=3, timeout=2)
     threads, _ = waiting(first)
-    while first._store is None or not first._store.check(["size"]):
-        time.sleep(0.01)
+    wait_for(lambda: first._store is not None and first._store.check(["size"]))
     with pytest.raises(ConfigError, match="one of 2 ranks, and a rank before it as one of 3"):
         rank(1, port, size=2).store()
     threads[0].join()
@@ -240,8 +236,7 @@ def test_a_slow_store_is_not_taken_for_another_program(
 ) -> None:
     def slow(*given: Any, **options: Any) -> TCPStore:
         store = TCPStore(*given, **options)
-        while not caplog.messages:
-            time.sleep(0.01)
+        wait_for(lambda: caplog.messages)
         return store
 
     monkeypatch.setattr(meeting_module, "TCPStore", slow)
@@ -256,8 +251,7 @@ def test_a_call_that_nothing_can_end_is_watched(
     """A vendor's backend connects on the thread that has the device."""
 
     def call() -> int:
-        while not caplog.messages:
-            time.sleep(0.01)
+        wait_for(lambda: caplog.messages)
         return threading.get_ident()
 
     assert rank(0, port).watch(call) == threading.get_ident()

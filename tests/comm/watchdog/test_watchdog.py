@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -270,21 +270,10 @@ def test_a_rank_that_left_is_named_with_its_reason(group: Group) -> None:
 
 
 def test_texts_are_shared_by_rank(group: Group) -> None:
-    texts: dict[int, list[str]] = {}
-    watches = [group.add(3) for _ in range(3)]
-
-    def share(rank: int) -> Callable[[], None]:
-        def act() -> None:
-            texts[rank] = watches[rank].gather_texts(A, f"from {rank}")
-
-        return act
-
-    threads = [threading.Thread(target=share(rank)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert texts == {rank: ["from 0", "from 1", "from 2"] for rank in range(3)}
+    watches, texts = [group.add(3) for _ in range(3)], ["from 0", "from 1", "from 2"]
+    with ThreadPoolExecutor(3) as pool:
+        shared = pool.map(lambda one, text: one.gather_texts(A, text), watches, texts)
+    assert list(shared) == [texts] * 3
     assert [(one.waits, one._issued) for one in watches] == [(None, 1)] * 3
 
 

@@ -43,9 +43,9 @@ def test_the_mistakes_of_a_program_are_found_where_they_are(tmp_path: Path, name
     assert all(f.fact and f.fix and "{" not in f.fact for f in findings)
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_program_without_them_has_no_finding(tmp_path: Path, name: str) -> None:
-    assert lint(written(tmp_path, name, RIGHT[name])) == []
+@pytest.mark.parametrize(("name", "text"), [*RIGHT.items(), *REPAIRED.items()])
+def test_a_program_without_them_has_no_finding(tmp_path: Path, name: str, text: str) -> None:
+    assert lint(written(tmp_path, name, text)) == []
 
 
 def test_every_defect_is_in_a_document_or_says_why_no_file_shows_it() -> None:
@@ -55,11 +55,6 @@ def test_every_defect_is_in_a_document_or_says_why_no_file_shows_it() -> None:
     assert shown | explained == {name.partition("-")[0] for name in DEFECTS}
     assert len(shown | explained) == 43
     assert explained - shown == {"D28"}
-
-
-@pytest.mark.parametrize("name", REPAIRED)
-def test_what_is_repaired_has_no_finding(tmp_path: Path, name: str) -> None:
-    assert lint(written(tmp_path, name, REPAIRED[name])) == []
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
