@@ -77,12 +77,7 @@ def decoder_config(width: int, layers: int) -> ModelConfig:
     """A Llama-shaped decoder with heads of 64 and a SwiGLU of about 8/3 of the width."""
     heads = max(1, width // 64)
     return ModelConfig(
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        hidden=width * 43 // 16,
-        tied=False,
+        width=width, layers=layers, heads=heads, kv_heads=heads, hidden=width * 43 // 16, tied=False
     )
 
 

@@ -121,9 +121,7 @@ def outcomes_of(
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [
             context.Process(
-                target=_child,
-                args=(pipe[1], fn, (rank, world, folder, *args)),
-                daemon=True,
+                target=_child, args=(pipe[1], fn, (rank, world, folder, *args)), daemon=True
             )
             for rank, pipe in enumerate(pipes)
         ]

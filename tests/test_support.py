@@ -310,10 +310,7 @@ def alone(chosen: Part, ranks: int) -> Gradients:
 @pytest.mark.filterwarnings("ignore")  # the compiler raises and hides its own
 @pytest.mark.parametrize(
     "combination",
-    [
-        *sorted(SHOWN),
-        *(pytest.param(row, marks=pytest.mark.prove) for row in sorted(PROVED)),
-    ],
+    [*sorted(SHOWN), *(pytest.param(row, marks=pytest.mark.prove) for row in sorted(PROVED))],
     ids=", ".join,
 )
 def test_a_combination_trains_or_is_refused(combination: Combination) -> None:
@@ -389,11 +386,7 @@ def written() -> str:
     )
     head = ["axis", "value", *(f"`{name}`" for name in strategies)]
     return "\n".join(
-        [
-            count,
-            table(head, matrix),
-            table(["", "refused", "error", "which says"], refusals),
-        ]
+        [count, table(head, matrix), table(["", "refused", "error", "which says"], refusals)]
     )
 
 

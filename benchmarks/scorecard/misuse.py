@@ -164,11 +164,7 @@ CASES = tuple(
         ("backward(create_graph=True)", second_derivative, ("graph",)),
         ("autograd.grad of parameters", gradients, ("autograd.grad",)),
         ("each gradient's norm in a log", gradient_norms, ("grad",)),
-        (
-            "state_dict() on rank 0 alone",
-            partial(alone, does=nn.Module.state_dict),
-            ("rank 1",),
-        ),
+        ("state_dict() on rank 0 alone", partial(alone, does=nn.Module.state_dict), ("rank 1",)),
         ("evaluation on rank 0 alone", partial(alone, does=evaluate), ("rank [01]",)),
         ("load_state_dict() of a plain model", plain_state, ("state_dict", "parameter")),
         ("a layer replaced after sharding", added, ("head",)),

@@ -44,9 +44,7 @@ def small() -> Case:
     return replace(read(PUBLISHED)[0][0], shape=SMALL, length=32, micro_batch=2, ranks=4, shards=4)
 
 
-def test_a_row_is_read_as_it_says_and_as_its_software_does(
-    rows: dict[str, dict[str, str]],
-) -> None:
+def test_a_row_is_read_as_it_says_and_as_its_software_does(rows: dict[str, dict[str, str]]) -> None:
     one = case(rows["217"])
     assert (one.shape, one.length, one.micro_batch, one.ranks) == (
         shape_named("Llama-3.1-8B"), 8192, 2, 8,

@@ -29,10 +29,7 @@ COLUMNS = (
     Column("ms", ".1f"),
     Column("unmeasured"),
 )
-ROWS: dict[str, Row] = {
-    "ours": {"×": 1.5, "ms": 123.0},
-    "theirs": {"×": None, "ms": 4.0},
-}
+ROWS: dict[str, Row] = {"ours": {"×": 1.5, "ms": 123.0}, "theirs": {"×": None, "ms": 4.0}}
 REPORT = Report(
     MACHINE, ("AdamW",), (Table.of("a title", COLUMNS, ROWS, ["absent: x"]),), ("× of y",)
 )

@@ -9,16 +9,7 @@ import pytest
 
 from benchmarks.mutants import run as mutants_run
 from benchmarks.mutants.changes import Mutant, changes, mutants_of, mutated
-from benchmarks.mutants.run import (
-    FOLDERS,
-    ROOT,
-    Config,
-    Outcome,
-    report_of,
-    run,
-    sources,
-    stages,
-)
+from benchmarks.mutants.run import FOLDERS, ROOT, Config, Outcome, report_of, run, sources, stages
 
 CODE = """
 __all__ = ["f"]

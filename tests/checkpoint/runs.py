@@ -53,12 +53,7 @@ def saved(
 
 
 def loaded_and_saved(
-    net: Net,
-    world: int,
-    path: Path,
-    again: Path,
-    strategy: str = "full_shard",
-    make: Make = adamw,
+    net: Net, world: int, path: Path, again: Path, strategy: str = "full_shard", make: Make = adamw
 ) -> None:
     """Load on ``world`` threads, into a model with other values, and save it as it is."""
 

@@ -348,9 +348,7 @@ def test_what_the_disk_refuses_once_is_tried_again(
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE], ids=errno.errorcode.get)
 def test_what_the_disk_refuses_for_good_is_not_damage(
-    number: int,
-    copy: Callable[[str], Path],
-    opening: Callable[[str, int, int], list[str]],
+    number: int, copy: Callable[[str], Path], opening: Callable[[str, int, int], list[str]]
 ) -> None:
     run = copy("everything")
     opening("step-2/training.json", number, 1000)

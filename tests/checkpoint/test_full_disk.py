@@ -192,10 +192,7 @@ def test_a_disk_that_becomes_read_only(way: str, disk: Path) -> None:
 @pytest.mark.parametrize("point", ["folder made", "data synced", "all parts known"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_folder_that_vanishes_while_it_is_written(
-    way: str,
-    point: str,
-    tmp_path: Path,
-    listen: Callable[[Callable[[str, int], None]], None],
+    way: str, point: str, tmp_path: Path, listen: Callable[[Callable[[str, int], None]], None]
 ) -> None:
     removed = threading.Event()
 

@@ -18,15 +18,7 @@ import shardwise as sw
 from shardwise.checkpoint.plan import BLOCK
 from shardwise.comm.protocol import Comm
 from tests import nets
-from tests.checkpoint.runs import (
-    Make,
-    adamw,
-    loaded_and_saved,
-    same,
-    saved,
-    steps,
-    tensors,
-)
+from tests.checkpoint.runs import Make, adamw, loaded_and_saved, same, saved, steps, tensors
 from tests.copies import clones, error_text, on_ranks, seeded
 from tests.nets import NETS, Net
 from tests.ranks import run_processes

@@ -29,12 +29,7 @@ def test_everything_that_does_not_fit_is_named_at_once() -> None:
         in_model("ids", dtype="I64"),
         in_model("half", dtype="BF16"),
     ]
-    in_files = {
-        "layers.0.fc.weight": stored(),
-        "wide": stored(),
-        "ids": stored(),
-        "half": stored(),
-    }
+    in_files = {"layers.0.fc.weight": stored(), "wide": stored(), "ids": stored(), "half": stored()}
     plan = match(model, in_files, {})
     assert plan.pairs == {"half": "half"}
     assert plan.problems(cast=False) == [

@@ -73,8 +73,7 @@ def refusal(
 
         before, of_owner = everything(), str(owner and owner.state_dict())
         text = error_text(
-            sw.CheckpointError,
-            lambda: sharded.load(path, optimizer, sw.Training(scheduler=owner)),
+            sw.CheckpointError, lambda: sharded.load(path, optimizer, sw.Training(scheduler=owner))
         )
         after = everything()
         assert all(torch.equal(after[name], before[name]) for name in before)

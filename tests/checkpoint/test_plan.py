@@ -113,9 +113,7 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
 # --- for any tensors and any ranks -----------------------------------------------------------
 
 SHAPES = st.lists(
-    st.lists(st.sampled_from([0, 1, 2, 3, 7, 53]), max_size=2).map(tuple),
-    min_size=1,
-    max_size=6,
+    st.lists(st.sampled_from([0, 1, 2, 3, 7, 53]), max_size=2).map(tuple), min_size=1, max_size=6
 )
 DTYPES = st.sampled_from(["F64", "F32", "BF16", "U8"])
 

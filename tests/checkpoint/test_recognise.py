@@ -91,7 +91,7 @@ def test_what_a_manifest_does_not_list_is_strange(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert {*files_in(tmp_path)} == {
-        *("manifest.json", ".lock", "a", "notes.txt", "training/o", "training/mine"),
+        *("manifest.json", ".lock", "a", "notes.txt", "training/o", "training/mine")
     }
     assert strangers(tmp_path, ["a", "training/o"]) == ["ema", "notes.txt", "training/mine"]
     assert strangers(tmp_path, ["a"]) == ["ema", "notes.txt", "training"]

@@ -50,10 +50,7 @@ def test_a_package_that_is_too_old_fails(
     ],
 )
 def test_the_variables_of_a_launcher_are_read_as_a_run_reads_them(
-    variables: str,
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    variables: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (variable.split("=") for variable in variables.split()):
         monkeypatch.setenv(name, value)

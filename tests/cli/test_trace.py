@@ -59,10 +59,7 @@ parser.parse_args()
 
 @pytest.mark.parametrize("name", ["net.py:Net", "net:Net"])
 def test_a_model_may_import_its_neighbours_and_parse_arguments(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     stem = f"net_of_{name.count('.')}"  # what was imported stays imported
     (tmp_path / f"near_{stem}.py").write_text("import torch\nclass Base(torch.nn.Linear): pass\n")
@@ -79,10 +76,7 @@ def test_a_model_may_import_its_neighbours_and_parse_arguments(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (
-            REQUIRED,
-            "net.py:4: net.py: error: the following arguments are required: --data.",
-        ),
+        (REQUIRED, "net.py:4: net.py: error: the following arguments are required: --data."),
         ("x = 1\nimport not_there\n", "net.py:2: No module named 'not_there'."),
     ],
 )

@@ -290,10 +290,7 @@ def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_told_to_end_saves_and_says_with_what_status_it_goes_on(
-    tmp_path: Path,
-    number: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = str(recipe_file(tmp_path))
     with monkeypatch.context() as patch:

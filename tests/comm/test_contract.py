@@ -22,11 +22,7 @@ from tests.comm.laws import LAWS, NATIVE_LAWS, Law
 from tests.ranks import gloo_group, outcomes_of, run_sharing, run_threads
 
 WORLDS_OF_PROCESSES = [2, 3]
-KINDS: dict[str, type] = {
-    "messages": GlooComm,
-    "memory": SharedMemoryComm,
-    "native": BackendComm,
-}
+KINDS: dict[str, type] = {"messages": GlooComm, "memory": SharedMemoryComm, "native": BackendComm}
 
 # law → (what came out, the error's text or "")
 Kept = dict[str, tuple[list[bytes], str]]

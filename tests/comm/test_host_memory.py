@@ -124,10 +124,7 @@ def test_what_a_block_has_copied_is_waited_for_also_after_an_exception(
     monkeypatch.setattr(torch, "Stream", lambda device: copies)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
     pendings = []
-    with (
-        contextlib.suppress(KeyError),
-        HostMemory(torch.device("cuda")).copying() as pending,
-    ):
+    with contextlib.suppress(KeyError), HostMemory(torch.device("cuda")).copying() as pending:
         pendings.append(pending)
         raise KeyError
     pendings[0].wait()

@@ -173,8 +173,7 @@ FP16_SUMS: dict[str, Any] = {"param_dtype": FP16, "reduce_dtype": FP16, "sum_dty
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("average", "mean"),
-    [("postdivide", math.inf), ("predivide", 3e4), ("sqrt", 3e4), (None, 3e4)],
+    ("average", "mean"), [("postdivide", math.inf), ("predivide", 3e4), ("sqrt", 3e4), (None, 3e4)]
 )
 def test_large_fp16_gradients_overflow_only_where_the_sum_comes_first(
     average: str | None, mean: float, strategy: str

@@ -154,9 +154,7 @@ def test_damage_names_file_and_tensors(tmp_path: Path) -> None:
             file.seek(at)
             file.write(bytes([byte[0] ^ 1]))
     damages = [damage for _, damage in damage_of(Catalogue.read(tmp_path / "step-1")) if damage]
-    assert damages == [
-        Damage("model.safetensors", ("weight", "bias")),
-    ]
+    assert damages == [Damage("model.safetensors", ("weight", "bias"))]
 
 
 def test_a_damaged_header_is_read_as_it_is_and_said(folder: Path) -> None:

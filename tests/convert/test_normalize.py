@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.convert.normalize import (
-    NormalizedState,
-    class_of,
-    name_numbered,
-    normalize,
-    records,
-)
+from shardwise.convert.normalize import NormalizedState, class_of, name_numbered, normalize, records
 from shardwise.convert.torch_reader import Tree, _tree
 from tests.convert.torch_files import Net, adamw, net, steps, whole_state
 

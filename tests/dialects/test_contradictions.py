@@ -40,10 +40,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         *("environment", "FSDP_SHARDING_STRATEGY"),
-        {
-            "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD",
-            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
-        },
+        {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"},
     ),
     ("accelerate", "num_processes", {"num_processes": 6, **YAML_SIZES}),
     ("accelerate", "num_processes", {"num_processes": 6, "num_machines": 4}),

@@ -393,10 +393,7 @@ def test_an_absent_option_is_as_in_the_script(
 def test_a_program_without_a_rank_has_that_of_its_library() -> None:
     program = read({"LoraConfig.lora_alpha": 16, "LoraConfig.target_modules": ["q"]}, "script")
     assert program.places()[0]["adapter"] == {"rank": 8, "alpha": 16, "targets": ["q"]}
-    assert status(program, "LoraConfig.r") == (
-        "default",
-        "adapter.rank: 8 (LoraConfig's default)",
-    )
+    assert status(program, "LoraConfig.r") == ("default", "adapter.rank: 8 (LoraConfig's default)")
 
 
 def test_the_file_for_validation_is_used_or_the_report_says_why_not() -> None:
@@ -506,10 +503,7 @@ MODEL = "AutoModelForCausalLM.from_pretrained"
                 "validation_source": "hf://datasets/me/mine/b.jsonl",
             },
         ),
-        (
-            'load_dataset("mine", data_files="x.jsonl")',
-            {"source": FILL_IN, "format": FILL_IN},
-        ),
+        ('load_dataset("mine", data_files="x.jsonl")', {"source": FILL_IN, "format": FILL_IN}),
         (
             'load_dataset("me/mine", data_files="data/part-*")',
             {"source": FILL_IN, "format": FILL_IN},

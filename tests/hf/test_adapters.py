@@ -21,13 +21,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
-from shardwise.hf.adapters import (
-    add_adapter,
-    init_adapter,
-    is_adapters,
-    load_adapter,
-    save_adapter,
-)
+from shardwise.hf.adapters import add_adapter, init_adapter, is_adapters, load_adapter, save_adapter
 from tests.copies import equal, error_text, seeded
 from tests.nets import Batch, tokens
 from tests.parity.plain import ADAMW, Recipe, one_by_one

@@ -13,12 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shardwise.config.precision import Precision
 from shardwise.errors import ConfigError
-from shardwise.integrations.side_by_side import (
-    ENGINES,
-    Subject,
-    measure,
-    with_values,
-)
+from shardwise.integrations.side_by_side import ENGINES, Subject, measure, with_values
 
 CPU = torch.device("cpu")
 

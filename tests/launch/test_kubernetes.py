@@ -32,7 +32,7 @@ def test_the_recipe_and_the_token_are_mounted_and_not_in_the_job() -> None:
     assert by_kind["Secret"]["stringData"] == {"SHARDWISE_RUN_TOKEN": "secret"}
     assert "secret'" not in str(by_kind["TrainJob"]).replace("'secretKeyRef'", "")
     assert {each["metadata"]["name"] for each in by_kind.values()} == {
-        *("my-run", "my-run-token", "my-run-recipe", "my-run-runs"),
+        *("my-run", "my-run-token", "my-run-recipe", "my-run-runs")
     }
 
 

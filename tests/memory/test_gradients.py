@@ -19,16 +19,7 @@ from shardwise.memory.shard_tensor.sharded_parameter import LocalGradient
 from shardwise.memory.sharding import sharding_of
 from tests.copies import assert_near, local
 from tests.fake import FakeComm
-from tests.nets import (
-    NETS,
-    Batch,
-    Net,
-    decoder,
-    decoder_batch,
-    loss,
-    numbers,
-    tokens,
-)
+from tests.nets import NETS, Batch, Net, decoder, decoder_batch, loss, numbers, tokens
 from tests.parity.plain import mean_in_rank_order
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES, assert_at_rest, assert_gradients, averaged, train

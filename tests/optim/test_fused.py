@@ -121,11 +121,7 @@ REFUSED: list[tuple[Callable[..., Optimizer], dict[str, Any], str]] = [
     (sw.optim.AdamW, {"eps": float("nan")}, "eps is nan; it must not be negative."),
     (sw.optim.AdamW, {"weight_decay": -1}, "weight_decay is -1; it must not be negative."),
     (sw.optim.AdamW, {"betas": (1.0, 0.9)}, "betas are (1.0, 0.9); each must be in [0, 1)"),
-    (
-        sw.optim.AdamW,
-        {"max_norm": 0.0},
-        "max_norm is 0.0; gradients would vanish. Set a norm",
-    ),
+    (sw.optim.AdamW, {"max_norm": 0.0}, "max_norm is 0.0; gradients would vanish. Set a norm"),
 ]
 
 

@@ -37,10 +37,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         },
     ),
     # The head is the embedding; the last hidden matrix is none.
-    "tied": (
-        nets.tied_decoder,
-        {"embed.weight": EMBEDDING, "blocks.2.mlp.down.weight": HIDDEN},
-    ),
+    "tied": (nets.tied_decoder, {"embed.weight": EMBEDDING, "blocks.2.mlp.down.weight": HIDDEN}),
     # A frozen head is still the head: all low-rank factors are hidden.
     "adapters": (
         nets.mostly_frozen,

@@ -24,14 +24,7 @@ from tests import nets
 from tests.copies import assert_near
 from tests.nets import NETS, Net
 from tests.parity.plain import MakeOptimizer, Recipe, large_batch, one_by_one
-from tests.parity.sharded import (
-    How,
-    Sharded,
-    assert_close,
-    differing,
-    on_threads,
-    train,
-)
+from tests.parity.sharded import How, Sharded, assert_close, differing, on_threads, train
 from tests.ranks import gloo_group, outcomes_of
 from tests.steps import STRATEGIES
 
@@ -41,7 +34,7 @@ KINDS: dict[str, tuple[MakeOptimizer, How, float]] = {
         partial(torch.optim.AdamW, **ADAMW),
         How(optimizer=partial(sw.optim.AdamW, **ADAMW)),
         2e-5,
-    ),
+    )
 }
 AWKWARD = [n for n in NETS if n.build not in (nets.decoder, nets.odd_convnet)]
 TIED = Net(nets.tied_decoder, nets.tied_decoder_batch)

@@ -126,8 +126,7 @@ def test_gradients_are_summed_over_rows_and_then_over_copies(
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    "mixture",
-    mixtures("hybrid_shard_zero2", "zero1 in rows", "zero1 over both", "zero2 over both"),
+    "mixture", mixtures("hybrid_shard_zero2", "zero1 in rows", "zero1 over both", "zero2 over both")
 )
 @pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=str)
 def test_hosts_that_share_memory_train_to_the_same_bits(

@@ -21,14 +21,7 @@ from shardwise.config.precision import Dtypes, Precision
 from shardwise.memory import gradients
 from tests import nets
 from tests.nets import NETS, Net
-from tests.parity.plain import (
-    SGD,
-    Gradients,
-    Plain,
-    Recipe,
-    mean_in_rank_order,
-    one_by_one,
-)
+from tests.parity.plain import SGD, Gradients, Plain, Recipe, mean_in_rank_order, one_by_one
 from tests.parity.sharded import (
     How,
     Sharded,

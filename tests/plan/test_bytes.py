@@ -136,10 +136,7 @@ def test_sharding_divides_what_is_kept_by_the_number_of_ranks() -> None:
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     rows = table_of(model, (3, 8), "adamw")
     numel = 4 * 1024 * 1024
-    assert [row.between_steps for row in rows] == [
-        16 * numel + 16,
-        *[2 * numel + 16] * 3,
-    ]
+    assert [row.between_steps for row in rows] == [16 * numel + 16, *[2 * numel + 16] * 3]
     assert rows[0].gathered == 0
     assert rows[3].gathered < rows[2].gathered == 4 * numel
     assert rows[3].buckets == 2 * 4 * 1024 * 1024  # one is written while another travels

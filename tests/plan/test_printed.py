@@ -168,8 +168,7 @@ def test_the_bytes_that_are_listed_are_the_bytes_that_are_sent(
 ) -> None:
     models = [net.build() for _ in range(world)]
     for by_op in run_threads(
-        world,
-        lambda comm: listed_and_sent(comm, models[comm.rank], net, strategy),
+        world, lambda comm: listed_and_sent(comm, models[comm.rank], net, strategy)
     ):
         for listed, sent in by_op.values():
             assert listed == sent

@@ -20,13 +20,7 @@ from shardwise.config.prefetch import Prefetch
 from shardwise.config.strategies import placement_of
 from shardwise.plan.layout.layout import cut_at_multiples
 from shardwise.plan.schedule.events import UnitBytes
-from shardwise.plan.spec import (
-    Allocation,
-    BucketSpec,
-    bytes_of,
-    policy_of,
-    specs_of,
-)
+from shardwise.plan.spec import Allocation, BucketSpec, bytes_of, policy_of, specs_of
 from shardwise.plan.units.units import choose_units
 from tests.nets import NETS, Net, decoder, mostly_frozen
 

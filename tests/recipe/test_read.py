@@ -104,8 +104,7 @@ def test_a_missing_recipe_names_those_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--optimizer.lr", "3e-4"], ["--optimizer.lr=3e-4"], ["optimizer.lr=3e-4"]],
+    "words", [["--optimizer.lr", "3e-4"], ["--optimizer.lr=3e-4"], ["optimizer.lr=3e-4"]]
 )
 def test_an_override_may_be_written_in_three_ways(tmp_path: Path, words: list[str]) -> None:
     path = written(tmp_path, "optimizer: {lr: 1}\n")

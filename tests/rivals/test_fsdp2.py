@@ -22,17 +22,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import sharding_of
 from tests.copies import clones, equal, error_text, seeded
 from tests.nets import Table
-from tests.rivals.twins import (
-    ADAM,
-    SGD,
-    Block,
-    batch,
-    blocks,
-    on_two,
-    once,
-    plainly,
-    trains_alike,
-)
+from tests.rivals.twins import ADAM, SGD, Block, batch, blocks, on_two, once, plainly, trains_alike
 
 pytestmark = pytest.mark.prove
 

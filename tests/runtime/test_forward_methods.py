@@ -18,12 +18,7 @@ from shardwise.comm.protocol import Comm
 from tests.fake import FakeComm
 from tests.nets import Batch, Block, numbers
 from tests.ranks import run_sharing, run_threads
-from tests.steps import (
-    STRATEGIES,
-    assert_at_rest,
-    assert_gradients,
-    averaged,
-)
+from tests.steps import STRATEGIES, assert_at_rest, assert_gradients, averaged
 
 Module = TypeVar("Module", bound=nn.Module)
 WIDTH = 8

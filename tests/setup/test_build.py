@@ -22,10 +22,7 @@ from tests.ranks import run_threads
     ("strategy", "world"), [("no_shard", 2), ("no_shard", 1), ("full_shard", 2), ("full_shard", 1)]
 )
 def test_copies_of_a_large_model_are_warned_of_where_there_are_any(
-    strategy: str,
-    world: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    strategy: str, world: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rank(comm: Comm) -> None:
         sw.shard(nn.Linear(4, 4), strategy, comm=comm)

@@ -54,11 +54,7 @@ BATCHES = [decoder_batch(rank, 2) for rank in range(2)]
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_those_of_a_plain_model_bit_for_bit(strategy: str, world: int) -> None:
     taken = play(
-        decoder(),
-        [train] * 3,
-        BATCHES[:world],
-        strategy=strategy,
-        activation_checkpointing=True,
+        decoder(), [train] * 3, BATCHES[:world], strategy=strategy, activation_checkpointing=True
     )
     assert all(step.follows for step in taken)
 

@@ -382,9 +382,7 @@ def test_the_line_of_the_model_at_which_torch_stopped_is_named() -> None:
         sw.trace(Chooses(8, 8), torch.ones(2, 8))
 
 
-def test_inputs_that_do_not_fit_are_refused_without_a_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_inputs_that_do_not_fit_are_refused_without_a_log(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ScheduleError, match=r"same reduction dim.* The inputs must be those with"):
         sw.trace(nn.Linear(8, 8), torch.ones(2, 9))
     with pytest.raises(ScheduleError, match=r"unexpected keyword argument 'ids'"):

@@ -178,10 +178,7 @@ def test_a_field_that_no_row_has_is_an_error_with_the_nearest(tmp_path: Path) ->
 
 def test_a_field_that_holds_no_text_is_not_proposed(tmp_path: Path) -> None:
     path = file_of(tmp_path, "chat.jsonl", b'{"messages": [{"role": "user", "content": "hi"}]}\n')
-    for column, fact in (
-        ("text", "no field 'text'"),
-        ("messages", "'messages' is list, not text"),
-    ):
+    for column, fact in (("text", "no field 'text'"), ("messages", "'messages' is list, not text")):
         assert message(path, column) == (
             f"{path}:1: {fact}. Fields there: messages (list). No field is text; write the text "
             "to train on into one field."
@@ -226,8 +223,7 @@ def rows(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "write"),
-    [("a.txt", text), ("a.txt", one_line), ("a.img", zeros), ("a.jsonl", rows)],
+    ("name", "write"), [("a.txt", text), ("a.txt", one_line), ("a.img", zeros), ("a.jsonl", rows)]
 )
 def test_a_big_file_is_read_no_further_than_it_is_wanted(
     tmp_path: Path, name: str, write: Callable[[Path], None]

@@ -61,10 +61,7 @@ def test_a_warm_up_below_one_is_a_fraction_of_all_steps(warmup: float, steps: in
             {"schedule": "constant", "warmup": 0.03},
             "has no warmup, and warmup is 0.03; .* constant_wi",
         ),
-        (
-            {"schedule": "constant", "floor": 0.1},
-            "has no floor, and .* 0.1; .* cosine or linear",
-        ),
+        ({"schedule": "constant", "floor": 0.1}, "has no floor, and .* 0.1; .* cosine or linear"),
         ({"schedule": "constant_with_warmup", "floor": 0.1}, "has no floor"),
         ({"warmup": 2.5}, "a number of steps, or a fraction below 1"),
     ],

@@ -118,9 +118,7 @@ def test_a_damaged_line_stays_in_the_file_and_out_of_the_picture(tmp_path: Path)
     assert open_lines(tmp_path / "metrics.jsonl") == [whole, damaged]
 
 
-def test_the_time_of_earlier_attempts_counts_also_that_of_steps_taken_again(
-    tmp_path: Path,
-) -> None:
+def test_the_time_of_earlier_attempts_counts_also_that_of_steps_taken_again(tmp_path: Path) -> None:
     lines = [{"record": "stepped", "step": step, "elapsed": 100.0 * step} for step in (1, 2, 3)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"record": "st', "utf-8")

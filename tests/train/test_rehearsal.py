@@ -90,9 +90,7 @@ def run(
 
 
 @pytest.mark.prove
-def test_both_runs_have_the_same_losses_and_other_libraries_load_the_result(
-    run: Rehearsal,
-) -> None:
+def test_both_runs_have_the_same_losses_and_other_libraries_load_the_result(run: Rehearsal) -> None:
     losses, model, *adapter = run.proof()
     assert "losses of 2 ranks equal those of one process: at most " in losses
     is_half = run.recipe.sharding.precision.param_dtype == "bfloat16"

@@ -13,14 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
 from shardwise.train.records import Evaluated, Resumed, Saved, Stepped, Stopped, Warned
 from shardwise.train.requests import Request, SignalRequests
-from tests.train.runs import (
-    Watched,
-    digest,
-    lines,
-    losses,
-    saved,
-    steps,
-)
+from tests.train.runs import Watched, digest, lines, losses, saved, steps
 from tests.train.tiny import tiny_recipe
 
 SHORT = ("run.steps=6", "sample.tokens=0", "checkpoint.save_every=2", "batch.micro=2")

@@ -107,10 +107,7 @@ def test_the_head_is_read_to_its_limit_and_split_as_a_whole_corpus_is(tmp_path: 
     ],
 )
 def test_a_data_set_of_the_hub_is_streamed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-    arguments: tuple[str, ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, arguments: tuple[str, ...]
 ) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one", "url": "x"}, {"text": "two", "url": "y"}])
     load = datasets.load_dataset

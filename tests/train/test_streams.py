@@ -124,9 +124,7 @@ def test_documents_are_shuffled_by_the_seed_and_differently_in_each_epoch(tmp_pa
 # --- shards that are not even --------------------------------------------------------------------
 
 
-def test_a_stream_that_ends_first_begins_again_and_no_rank_has_a_batch_less(
-    tmp_path: Path,
-) -> None:
+def test_a_stream_that_ends_first_begins_again_and_no_rank_has_a_batch_less(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, *STREAMED, "data.streaming.streams=2")
     text = tmp_path / "uneven"
     text.mkdir()

@@ -87,9 +87,7 @@ def _rank_and_step(
 )
 @click.argument("recipe", type=click.Path())
 @click.option(
-    "--nproc",
-    type=COUNT,
-    help="Processes to start on this machine, one per rank.  [default: 1]",
+    "--nproc", type=COUNT, help="Processes to start on this machine, one per rank.  [default: 1]"
 )
 @click.option(
     "--restarts",

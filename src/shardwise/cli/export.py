@@ -19,13 +19,7 @@ from shardwise.checkpoint.reader import OF_TORCH, CheckpointReader
 from shardwise.cli.format_names import escape
 from shardwise.cli.other_libraries import without_their_noise
 from shardwise.cli.runs import checkpoint_of
-from shardwise.convert.export import (
-    CONFIG,
-    TOKENIZER,
-    ExportOptions,
-    export,
-    export_torch_file,
-)
+from shardwise.convert.export import CONFIG, TOKENIZER, ExportOptions, export, export_torch_file
 from shardwise.convert.writer import Converted, Destination, workplace
 from shardwise.errors import ConfigError
 from shardwise.plan.printed import size

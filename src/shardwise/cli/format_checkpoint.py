@@ -27,11 +27,7 @@ from shardwise.train.records import plural
 WIDTH = 96
 NAME_WIDTH = 50  # characters of a name that stands in a column
 LABEL_WIDTH = 12
-TITLES = {
-    "model": "weights",
-    "optimizer": "optimizer state",
-    "ranks": "each rank's own",
-}
+TITLES = {"model": "weights", "optimizer": "optimizer state", "ranks": "each rank's own"}
 
 
 def dtype_name(code: str) -> str:

@@ -14,9 +14,7 @@ from shardwise.cli.options import COUNT, EXISTING_FILE, FILE, NUMBER, OVERRIDES,
 
 
 @click.command(
-    "launch",
-    short_help="Start a run on several machines.",
-    context_settings=WITH_OVERRIDES,
+    "launch", short_help="Start a run on several machines.", context_settings=WITH_OVERRIDES
 )
 @click.argument("recipe", type=click.Path())
 @click.option("--nodes", type=COUNT, help="Machines.")

@@ -43,10 +43,7 @@ CONTRADICTIONS = (
         *("offload_word", "offload is no strategy; add full_shard or shard_grad_op, or auto_wrap"),
         lambda p: not (p.strategy or p.auto_wrap),
     ),
-    Rule(
-        *("offload_word", "cpu_offload is off; keep one of them"),
-        lambda p: p.offload == "none",
-    ),
+    Rule(*("offload_word", "cpu_offload is off; keep one of them"), lambda p: p.offload == "none"),
     Rule(
         *("cpu_ram_efficient_loading", "sync_module_states, which sends rank 0's weights, is off"),
         lambda p: p.cpu_ram_efficient_loading and p.sync_module_states is False,

@@ -103,8 +103,7 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     save_every: NotNegative | Literal["epoch"] = Field(
-        100,
-        description="steps between checkpoints, or epoch, and one at the end; 0 = on request",
+        100, description="steps between checkpoints, or epoch, and one at the end; 0 = on request"
     )
     save_total_limit: Positive | None = Field(2, description="newest ones to keep; null = all")
     keep_best: bool = Field(

@@ -18,14 +18,7 @@ from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.draw import name_of, of_shape
 from shardwise.plan.printed import size
 from shardwise.plan.spec import BucketSpec
-from shardwise.tracing.operations import (
-    all_gather,
-    all_reduce,
-    load,
-    reduce_scatter,
-    store,
-    wait,
-)
+from shardwise.tracing.operations import all_gather, all_reduce, load, reduce_scatter, store, wait
 from shardwise.tracing.program import Collective
 
 

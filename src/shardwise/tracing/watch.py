@@ -18,11 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardwise.plan.schedule.events import Cue, Op, Phase
 from shardwise.runtime.pytrees import grad_fns, tensors
-from shardwise.torch_internals import (
-    is_accumulate_grad,
-    next_sequence_number,
-    sequence_number,
-)
+from shardwise.torch_internals import is_accumulate_grad, next_sequence_number, sequence_number
 
 
 class Placed(NamedTuple):

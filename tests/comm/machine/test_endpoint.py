@@ -7,13 +7,7 @@ from functools import partial
 
 import pytest
 
-from shardwise.comm.machine.endpoint import (
-    listener,
-    on_one_host,
-    own_address,
-    own_endpoint,
-    probe,
-)
+from shardwise.comm.machine.endpoint import listener, on_one_host, own_address, own_endpoint, probe
 from shardwise.comm.machine.environment import Launch
 from shardwise.errors import ConfigError
 from tests.ranks import free_port
@@ -37,11 +31,7 @@ OUTWARD = ("10.0.0.2", "192.168.1.9")
     ],
 )
 def test_the_address_at_which_rank_0_listens(
-    resolved: list[str],
-    here: tuple[str, ...],
-    source: str,
-    outward: tuple[str, ...],
-    expected: str,
+    resolved: list[str], here: tuple[str, ...], source: str, outward: tuple[str, ...], expected: str
 ) -> None:
     assert own_address(resolved, here, source, outward) == expected
 

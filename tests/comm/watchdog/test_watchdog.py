@@ -309,9 +309,7 @@ def test_an_orderly_end_is_not_taken_for_a_crash(group: Group) -> None:
     assert text.startswith("rank 1 has left (its process ended normally after 0 collectives)")
 
 
-def test_of_several_ranks_that_ended_the_one_that_the_backend_missed_is_named(
-    group: Group,
-) -> None:
+def test_of_several_ranks_that_ended_the_one_that_the_backend_missed_is_named(group: Group) -> None:
     mine, other, third = (group.add(3) for _ in range(3))
     mine.issue(A)
     other.leave("it raised KeyError('x')")

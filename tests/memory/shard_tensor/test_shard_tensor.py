@@ -386,9 +386,7 @@ def test_a_plain_whole_average_is_told_how_to_be_updated() -> None:
         lambda p: torch._foreach_norm([p])[0],
     ],
 )
-def test_a_penalty_in_the_loss_is_told_how_to_be_added(
-    penalty: Callable[[Tensor], Tensor],
-) -> None:
+def test_a_penalty_in_the_loss_is_told_how_to_be_added(penalty: Callable[[Tensor], Tensor]) -> None:
     def rank(comm: Comm, model: nn.Module) -> None:
         sw.shard(model, comm=comm)
         for param in model.parameters():

@@ -14,13 +14,7 @@ from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Accelerator, Link, Machine, known
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.rates import Kernels, Rates
-from shardwise.plan.forecast.time import (
-    MicroBatch,
-    TimeForecast,
-    forecast,
-    optimizer_seconds,
-    walk,
-)
+from shardwise.plan.forecast.time import MicroBatch, TimeForecast, forecast, optimizer_seconds, walk
 from shardwise.plan.forecast.work import StepWork
 from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Op, Phase

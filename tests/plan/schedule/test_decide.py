@@ -27,16 +27,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.order import mirror
 from shardwise.plan.schedule import decide as deciding
 from shardwise.plan.schedule.decide import Facts, Step, Upcoming, decide, events, steps
-from shardwise.plan.schedule.events import (
-    Cue,
-    Event,
-    Mode,
-    Op,
-    Order,
-    Phase,
-    Policy,
-    UnitBytes,
-)
+from shardwise.plan.schedule.events import Cue, Event, Mode, Op, Order, Phase, Policy, UnitBytes
 from tests.steps import STRATEGIES
 
 CUES = (Op.ENTER, Op.EXIT, Op.END)

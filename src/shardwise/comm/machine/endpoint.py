@@ -14,12 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ipaddress import ip_address
 
 from shardwise.comm.machine.environment import LOOPBACK, Launch, local_size
-from shardwise.comm.machine.interfaces import (
-    GLOO_INTERFACE,
-    interface_to,
-    interfaces,
-    reachable,
-)
+from shardwise.comm.machine.interfaces import GLOO_INTERFACE, interface_to, interfaces, reachable
 from shardwise.errors import ConfigError
 
 PROBE_TIMEOUT = 2.0  # seconds in which a port has to answer
