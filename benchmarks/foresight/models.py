@@ -34,10 +34,8 @@ the model returned; or in bf16 where the loss is one kernel; what a model return
 float32 for such a kernel, which makes gradients in place; or a part at a time, made twice: some
 tokens of all, or all tokens for a part of the vocabulary; or once: some tokens of all, in bf16,
 whose gradients the forward pass makes (Liger)."""
-TOKENS, VOCABULARY = (
-    8,
-    2048,
-)  # parts of all tokens (torchtune); entries of the vocabulary (prime-rl)
+TOKENS = 8  # parts of all tokens (torchtune)
+VOCABULARY = 2048  # entries of a part of it (prime-rl)
 
 
 @dataclass(frozen=True)

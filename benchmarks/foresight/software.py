@@ -96,12 +96,12 @@ SOFTWARE = {  # by the beginning of the framework's name
         reduce="bfloat16", logits="narrow", stored="bfloat16", apart=True
     ),
 }
-AROUND = (
-    "transformers|trl|accelerate|hugging ?face|llama-?factory|axolotl|atorch"  # have their models
-)
+# They have transformers' models.
+AROUND = "transformers|trl|accelerate|hugging ?face|llama-?factory|axolotl|atorch"
 EARLY = r"\b(mar|apr|may|june?|july?|aug)\w* 2024"  # torchtune's loss of parts is of 28 August
 PREPARED = r"^(?!llama-?factory).*(transformers|peft|trl)"
 """Where peft's ``prepare_model_for_kbit_training`` makes float32 of all that is not in 4 bits."""
+SHARDED = r"fsdp|zero[- ]?3|full.?shard"
 EAGER = AROUND + "|pytorch|deepspeed"  # nothing is compiled unless a row says it
 GPT_2 = r"^(mini)?gpt-?(2|neo)"  # in transformers, with GELU by its formula, and a loss as it comes
 STAGES = ("packed", "compile", "chunked", "act ckpt", "fuse", "act offl", "8-bit", "lora")
@@ -122,12 +122,7 @@ OTHERWISE: Sequence[tuple[str, str, str, Mapping[str, Any]]] = (  # framework, c
     ("trainer", "strategy", "^ddp|single", {"autocast": True}),
     (PREPARED, "precision", "nf4", {"autocast": True, "checkpointing": "full"}),
     # trl leaves it out where what is quantised is sharded
-    (
-        PREPARED,
-        "strategy",
-        r"fsdp|zero[- ]?3|full.?shard",
-        {"autocast": False, "checkpointing": "none"},
-    ),
+    (PREPARED, "strategy", SHARDED, {"autocast": False, "checkpointing": "none"}),
     ("", "notes", "no float32 casts", {"autocast": False}),
     ("", "text", "fused kernels|fast.kernels", {"compiled": True, "logits": "fused"}),
     (AROUND, "text", "fused kernels|fast.kernels", {"logits": "cast"}),

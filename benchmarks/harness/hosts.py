@@ -100,17 +100,8 @@ class Host:
 
     def lose_packets_to(self, other: Host) -> None:
         """Lose what it sends to another host from now on; what that one sends still comes."""
-        words = (
-            "replace",
-            other.address,
-            "lladdr",
-            NOWHERE,
-            "dev",
-            self.interface,
-            "nud",
-            "permanent",
-        )
-        _run(*self.command("ip", "neighbour", *words))
+        words = ("lladdr", NOWHERE, "dev", self.interface, "nud", "permanent")
+        _run(*self.command("ip", "neighbour", "replace", other.address, *words))
 
 
 @contextmanager
