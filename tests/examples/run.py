@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["EXAMPLES", "lines_of", "run", "torchrun"]
@@ -13,13 +14,19 @@ __all__ = ["EXAMPLES", "lines_of", "run", "torchrun"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(*arguments: object, folder: Path, path: Path | None = None) -> list[str]:
-    """What ``python ARGUMENTS`` prints, in lines; ``path`` is searched for modules first."""
+def run(
+    *arguments: object, folder: Path, path: Path | None = None, by: Sequence[str] = ()
+) -> list[str]:
+    """What ``python ARGUMENTS`` prints, in lines; ``path`` is searched for modules first.
+
+    Args:
+        by: the command that starts Python.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if path:
         env["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [*by, sys.executable, *map(str, arguments)],
         env=env,
         cwd=folder,
         capture_output=True,

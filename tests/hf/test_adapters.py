@@ -23,6 +23,7 @@ import shardwise as sw
 from shardwise.comm.protocol import Comm
 from shardwise.hf.adapters import add_adapter, init_adapter, is_adapters, load_adapter, save_adapter
 from tests.copies import equal, error_text, seeded
+from tests.hf.folders import SHAPE
 from tests.nets import Batch, tokens
 from tests.parity.plain import ADAMW, Recipe, one_by_one
 from tests.parity.sharded import How, assert_equal, on_threads
@@ -36,17 +37,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def llama(**options: Any) -> hf.LlamaForCausalLM:
-    shape: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 32,
-        "attn_implementation": "eager",
-    }
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**shape, **options))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE | {"vocab_size": 61, **options}))
 
 
 def lora(**options: Any) -> peft.LoraConfig:

@@ -25,6 +25,7 @@ from shardwise.plan.bytes import table_of
 from shardwise.plan.draw import draw
 from tests.copies import clones, equal, error_text, seeded
 from tests.fake import FakeComm
+from tests.hf.folders import SHAPE
 from tests.hf.quantising import quantising_one_at_a_time, updating_alone
 from tests.nets import tokens
 from tests.ranks import run_threads
@@ -58,16 +59,7 @@ def bits(form: str = "nf4", double: bool = True, **options: Any) -> Any:
 
 
 def llama(**options: Any) -> Any:
-    shape: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 72,
-        "max_position_embeddings": 32,
-        "attn_implementation": "eager",
-    }
+    shape = SHAPE | {"vocab_size": 61, "hidden_size": 40, "intermediate_size": 72}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | options))
 
 

@@ -13,23 +13,15 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.hf.targets import match_targets, trainable_line
+from tests.hf import folders
 
 pytestmark = [  # peft asks transformers for what this one has renamed, and tells what it sets
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
 ]
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SHAPE = folders.SHAPE | {"vocab_size": 61, **SPECIAL}
 
 
 def llama() -> nn.Module:

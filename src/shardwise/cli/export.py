@@ -26,7 +26,6 @@ from shardwise.plan.printed import size
 from shardwise.train.records import plural
 
 FileFormat = Literal["hf", "dcp", "pt"]
-UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 MAX_SIZE = 1 << 62  # bytes
 PEFT = "base_model.model."  # begins the names in a model with an adapter
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})(\.[a-z]+)")  # as Hugging Face numbers files
@@ -40,9 +39,9 @@ def parse_size(text: str) -> int:
         ConfigError: it is not a size, or not between one byte and 4 EiB.
     """
     match = _SIZE.fullmatch(text.strip())
-    unit = (match[2] or "").upper() if match else ""
-    factor = 1024 ** " KMGT".index(unit) if match and match[3] else UNITS[unit]
-    number = int(float(match[1]) * factor) if match else 0
+    power = " KMGT".index((match[2] or " ").upper()) if match else 0
+    factor = 1024 if match and match[3] else 1000
+    number = int(float(match[1]) * factor**power) if match else 0
     if not 1 <= number < MAX_SIZE:
         raise ConfigError(f"--max-file-size is {text!r}; pass a size such as 5GB or 512MiB.")
     return number

@@ -54,7 +54,8 @@ def loss_of(output: Any) -> Tensor:
     Raises:
         ConfigError: no output depends on what is trained.
     """
-    given = output.get if isinstance(output, Mapping) else partial(_attribute, output)
+    named = isinstance(output, Mapping)
+    given = output.get if named else lambda name: getattr(output, name, None)
     loss, logits = given("loss"), given("logits")
     if isinstance(loss, Tensor):
         return loss
@@ -66,10 +67,6 @@ def loss_of(output: Any) -> Tensor:
             "plan. Set requires_grad, or return the outputs that the loss is made of."
         )
     return torch.stack(means).sum()
-
-
-def _attribute(output: Any, name: str) -> Any:
-    return getattr(output, name, None)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
