@@ -20,7 +20,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.memory.sharding import Sharding, sharding_of
 from tests import nets
 from tests.copies import clones, equal, error_text, on_ranks, seeded
-from tests.nets import NETS, Batch, Block, Net, Table
+from tests.nets import NETS, Batch, Block, Net
 from tests.parity.plain import Recipe, one_by_one
 from tests.parity.sharded import How, assert_equal, on_threads
 from tests.ranks import run_processes, run_threads
@@ -284,17 +284,6 @@ def test_units_are_chosen_by_rule_and_train_alike(rule: str, strategy: str) -> N
         return [unit.name for unit in sw.shard(model, wrap=wrap, comm=comm).units]
 
     assert on_ranks(2, net.build, rank) == [names, names]
-
-
-def test_a_class_that_is_not_there_is_answered_with_the_nearest() -> None:
-    def rank(comm: Comm, model: nn.Module) -> str:
-        wrap = sw.wrap.by_class("DecoderBlock")
-        return error_text(sw.ConfigError, lambda: sw.shard(model, wrap=wrap, comm=comm))
-
-    for text in on_ranks(2, nets.decoder, rank):
-        assert text.startswith("DecoderBlock is not in this model; ")
-        assert "Block" in text
-        assert Table.__name__ in text
 
 
 # --- what is refused -------------------------------------------------------------------------

@@ -75,22 +75,18 @@ def test_an_optimizer_flattened_by_torch(fsdp: tuple[Path, WholeState], tmp_path
     assert_same(loaded(tmp_path / "step-2", 2), torchs)
 
 
-def test_model_and_optimizer_of_fsdp1_in_one_file(
-    fsdp: tuple[Path, WholeState], tmp_path: Path
+@pytest.mark.parametrize(
+    ("files", "left_out"),
+    [(["both.pt"], ("epoch",)), (["pytorch_model_fsdp.bin", "optimizer.bin"], ())],
+    ids=["one", "two"],
+)
+def test_model_and_optimizer_of_fsdp1_in_one_file_or_two(
+    fsdp: tuple[Path, WholeState], files: list[str], left_out: tuple[str, ...], tmp_path: Path
 ) -> None:
-    imported = import_checkpoint(fsdp[0] / "both.pt", tmp_path / "step-2")
+    imported = import_checkpoint([fsdp[0] / name for name in files], tmp_path / "step-2")
     whole = torch.load(fsdp[0] / "both.pt", weights_only=True)
     assert_same(loaded(imported.path, 2), (whole["model"], whole["optim"]))
-    assert imported.left_out == ("epoch",)
-
-
-def test_model_and_optimizer_of_fsdp1_in_two_files(
-    fsdp: tuple[Path, WholeState], tmp_path: Path
-) -> None:
-    pair = [fsdp[0] / "pytorch_model_fsdp.bin", fsdp[0] / "optimizer.bin"]
-    imported = import_checkpoint(pair, tmp_path / "step-2")
-    whole = torch.load(fsdp[0] / "both.pt", weights_only=True)
-    assert_same(loaded(imported.path, 2), (whole["model"], whole["optim"]))
+    assert imported.left_out == left_out
 
 
 def test_a_script_of_ddp_with_a_plain_optimizer(tmp_path: Path) -> None:

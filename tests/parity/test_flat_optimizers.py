@@ -29,65 +29,51 @@ from tests.ranks import gloo_group, outcomes_of
 from tests.steps import STRATEGIES
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "eps": 1e-4}
-KINDS: dict[str, tuple[MakeOptimizer, How, float]] = {
-    "AdamW": (
-        partial(torch.optim.AdamW, **ADAMW),
-        How(optimizer=partial(sw.optim.AdamW, **ADAMW)),
-        2e-5,
-    )
-}
+BY_TORCH: MakeOptimizer = partial(torch.optim.AdamW, **ADAMW)
+HOW = How(optimizer=partial(sw.optim.AdamW, **ADAMW))
+TOLERANCE = 2e-5
 AWKWARD = [n for n in NETS if n.build not in (nets.decoder, nets.odd_convnet)]
 TIED = Net(nets.tied_decoder, nets.tied_decoder_batch)
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-@kinds
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("net", AWKWARD, ids=str)
-def test_ranks_equal_one_large_batch_up_to_rounding(net: Net, world: int, kind: str) -> None:
+def test_ranks_equal_one_large_batch_up_to_rounding(net: Net, world: int) -> None:
     """Frozen, tied, unused and scalar parameters."""
-    optimizer, how, tolerance = KINDS[kind]
-    recipe = Recipe.of(net, optimizer, steps=3)
-    assert_close(on_threads(world, recipe, how), large_batch(recipe, world), tolerance)
+    recipe = Recipe.of(net, BY_TORCH, steps=3)
+    assert_close(on_threads(world, recipe, HOW), large_batch(recipe, world), TOLERANCE)
 
 
-@kinds
-def test_batch_norm_that_does_not_see_its_batch_equals_one_large_batch(kind: str) -> None:
-    optimizer, how, tolerance = KINDS[kind]
-    recipe = Recipe.of(Net(nets.odd_convnet, nets.odd_convnet_batch), optimizer)
-    ranks = on_threads(3, recipe, replace(how, dress=nn.Module.eval))
-    assert_close(ranks, large_batch(recipe, 3, recipe.model().eval()), tolerance)
+def test_batch_norm_that_does_not_see_its_batch_equals_one_large_batch() -> None:
+    recipe = Recipe.of(Net(nets.odd_convnet, nets.odd_convnet_batch), BY_TORCH)
+    ranks = on_threads(3, recipe, replace(HOW, dress=nn.Module.eval))
+    assert_close(ranks, large_batch(recipe, 3, recipe.model().eval()), TOLERANCE)
 
 
-@kinds
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_micro_batches_equal_one_large_batch_up_to_rounding(strategy: str, kind: str) -> None:
-    optimizer, how, tolerance = KINDS[kind]
-    recipe = Recipe.of(TIED, optimizer, micro=3)
-    ranks = on_threads(2, recipe, how.by(strategy))
-    assert_close(ranks, large_batch(recipe, 2), tolerance)
+def test_micro_batches_equal_one_large_batch_up_to_rounding(strategy: str) -> None:
+    recipe = Recipe.of(TIED, BY_TORCH, micro=3)
+    ranks = on_threads(2, recipe, HOW.by(strategy))
+    assert_close(ranks, large_batch(recipe, 2), TOLERANCE)
 
 
-@kinds
-def test_the_losses_are_those_of_the_plain_process_that_plays_the_ranks_in_turn(kind: str) -> None:
-    optimizer, how, tolerance = KINDS[kind]
-    recipe = Recipe.of(TIED, optimizer)
-    ranks, plain = on_threads(3, recipe, how), one_by_one(recipe, 3)
+def test_the_losses_are_those_of_the_plain_process_that_plays_the_ranks_in_turn() -> None:
+    recipe = Recipe.of(TIED, BY_TORCH)
+    ranks, plain = on_threads(3, recipe, HOW), one_by_one(recipe, 3)
     for rank, losses, state in zip(ranks, plain.losses, plain.states, strict=True):
         assert rank.losses == pytest.approx(losses, rel=1e-6, abs=0)
-        assert_near(rank.state, state, tolerance)
+        assert_near(rank.state, state, TOLERANCE)
 
 
 @pytest.mark.prove
 def test_bf16_compute_keeps_fp32_masters() -> None:
-    _, how, _ = KINDS["AdamW"]
-    recipe = Recipe.of(TIED, KINDS["AdamW"][0])
-    narrow = replace(how, options={"precision": sw.Precision(param_dtype=torch.bfloat16)})
+    recipe = Recipe.of(TIED, BY_TORCH)
+    narrow = replace(HOW, options={"precision": sw.Precision(param_dtype=torch.bfloat16)})
     runs = {strategy: on_threads(3, recipe, narrow.by(strategy)) for strategy in STRATEGIES}
     for ranks in runs.values():
         assert all(rank.dtypes == {torch.float32} for rank in ranks)
         assert_same(ranks, runs["no_shard"])
-    wide = on_threads(3, recipe, how)
+    wide = on_threads(3, recipe, HOW)
     assert runs["full_shard"][0].losses != wide[0].losses
     assert runs["full_shard"][0].losses == pytest.approx(wide[0].losses, rel=0.02)
 
@@ -101,19 +87,18 @@ def assert_same(ranks: list[Sharded], others: list[Sharded]) -> None:
 # ---- over shared memory --------------------------------------------------------------------
 
 
-RUNS = [("AdamW", None), ("AdamW", torch.bfloat16), ("Muon", None)]
-SHARED = {**KINDS, "Muon": (KINDS["AdamW"][0], How(optimizer=partial(sw.optim.Muon, lr=0.02)), 0.0)}
+MUON = How(optimizer=partial(sw.optim.Muon, lr=0.02))
+RUNS = [(HOW, None), (HOW, torch.bfloat16), (MUON, None)]
+SHARED = Recipe.of(TIED, BY_TORCH, micro=2)
 
 
 def over_shared_memory(rank: int, world: int, folder: str) -> list[Sharded]:
     states = []
     with gloo_group(rank, world, folder):
-        for kind, compute in RUNS:
-            optimizer, how, _ = SHARED[kind]
-            recipe = Recipe.of(TIED, optimizer, micro=2)
-            how = replace(how, options={"precision": sw.Precision(param_dtype=compute)})
+        for optimizer, compute in RUNS:
+            how = replace(optimizer, options={"precision": sw.Precision(param_dtype=compute)})
             with over(dist.group.WORLD, transport="memory") as comm:
-                states.append(train(comm, recipe.model(), recipe, how))
+                states.append(train(comm, SHARED.model(), SHARED, how))
     return states
 
 
@@ -123,13 +108,10 @@ def test_over_shared_memory_it_gives_the_bits_that_threads_give() -> None:
     outcomes = outcomes_of(2, over_shared_memory)
     assert [outcome.error for outcome in outcomes] == ["", ""]
     runs = [list(ranks) for ranks in zip(*(outcome.value for outcome in outcomes), strict=True)]
-    for ranks, (kind, compute) in zip(runs, RUNS, strict=True):
-        optimizer, how, tolerance = SHARED[kind]
-        recipe = Recipe.of(TIED, optimizer, micro=2)
-        how = replace(how, options={"precision": sw.Precision(param_dtype=compute)})
-        assert_same(ranks, on_threads(2, recipe, how))
-        if compute is None and kind in KINDS:
-            assert_close(ranks, large_batch(recipe, 2), tolerance)
+    for ranks, (optimizer, compute) in zip(runs, RUNS, strict=True):
+        how = replace(optimizer, options={"precision": sw.Precision(param_dtype=compute)})
+        assert_same(ranks, on_threads(2, SHARED, how))
+    assert_close(runs[0], large_batch(SHARED, 2), TOLERANCE)
 
 
 # ---- the comparison can fail -----------------------------------------------------------------
@@ -143,7 +125,7 @@ def test_a_step_that_is_taken_twice_is_far_away() -> None:
             super()._carry_out(update, gradients, scale)
             super()._carry_out(update, gradients, scale)
 
-    recipe = Recipe.of(TIED, KINDS["AdamW"][0])
+    recipe = Recipe.of(TIED, BY_TORCH)
     ranks = on_threads(2, recipe, How(optimizer=partial(Twice, **ADAMW)))
     with pytest.raises(AssertionError):
         assert_close(ranks, large_batch(recipe, 2), 1e-2)

@@ -175,12 +175,6 @@ def test_results_have_the_names_and_values_that_trainer_writes(
     assert evaluation["eval_samples"] == 7
 
 
-def test_a_perplexity_that_overflows_is_infinite() -> None:
-    evaluated = Evaluated(1, 709.0, 0.0, 0.0, 1, 1.0)
-    assert evaluated.perplexity == math.exp(709.0)
-    assert replace(evaluated, loss=710.0).perplexity == math.inf
-
-
 @pytest.mark.parametrize("every", [0, 1, 2, 3, 7, 10, 40])
 @pytest.mark.parametrize("delay", [0, 4, 30])
 def test_how_often_something_is_still_due_is_counted(every: int, delay: int) -> None:
