@@ -26,11 +26,12 @@ def recorded_step(recipe: Recipe) -> Any:
     return json.loads((Path(recipe.run.folder) / STEP).read_text("utf-8"))
 
 
-def test_the_last_step_before_tokens_per_second_counts_is_recorded(
-    watched: Watched, tmp_path: Path
+@pytest.mark.parametrize(("warmup", "world"), [(0, 1), (2, 2)])
+def test_the_last_step_before_tokens_per_second_counts_is_recorded_but_not_the_first(
+    watched: Watched, tmp_path: Path, warmup: int, world: int
 ) -> None:
-    recipe = tiny_recipe(tmp_path, *SMALL, "run.throughput_warmup=2")
-    watched.run(recipe, world=2)
+    recipe = tiny_recipe(tmp_path, *SMALL, f"run.throughput_warmup={warmup}")
+    watched.run(recipe, world=world)
     assert recorded_step(recipe)["step"] == 2
 
 

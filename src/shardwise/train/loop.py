@@ -296,8 +296,8 @@ class _Loop:
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """Record the last step that tokens/s leaves out, on rank 0."""
-        if self._throughput.steps + 1 != max(1, self._config.throughput_warmup):
+        """Record the last step that tokens/s leaves out, and not the first, on rank 0."""
+        if self._throughput.steps + 1 != max(2, self._config.throughput_warmup):
             yield
             return
         with recorded(self._job, step, self._logger, self._plan) as self._recording:

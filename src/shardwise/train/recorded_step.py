@@ -1,7 +1,7 @@
 """One step as rank 0 took it: when each event was done, and the bytes of each kind then.
 
-It is the last step that tokens/s leaves out, so recording it costs no step that is measured. The
-file `step.json` has it for `shardwise report`:
+It is the last step that tokens/s leaves out, so recording it costs no step that is measured; but
+not the first, which is no step as planned. The file `step.json` has it for `shardwise report`:
 
     {"step": 3, "kinds": ["gathered", …], "moments": [[seconds, bytes of each kind, event], …],
      "planned": [[the engine's bytes, all], …], "planned_most": {"gathered": …}}
