@@ -44,7 +44,7 @@ def test_ranks_equal_one_large_batch_up_to_rounding(
 ) -> None:
     recipe = Recipe.of(net, optimizer, steps=3)
     ranks, large = on_threads(world, recipe, How()), large_batch(recipe, world)
-    assert_losses_close(ranks, large, 1e-6)
+    assert_losses_close(ranks, large)
     assert_close(ranks, large, tolerance)
 
 
@@ -57,14 +57,14 @@ def test_a_model_built_on_the_meta_device_equals_one_large_batch(
     recipe = Recipe(lambda: built_on_meta(net), net.batch, optimizer, steps=3)
     large = large_batch(recipe, world, made_whole(net))
     ranks = on_threads(world, recipe, How(each_rank=init_of))
-    assert_losses_close(ranks, large, 1e-6)
+    assert_losses_close(ranks, large)
     assert_close(ranks, large, tolerance)
 
 
 def test_micro_batches_on_ranks_equal_one_large_batch_up_to_rounding() -> None:
     recipe = Recipe(nets.tied_decoder, nets.tied_decoder_batch, SGD, micro=3)
     ranks, large = on_threads(2, recipe, How()), large_batch(recipe, 2)
-    assert_losses_close(ranks, large, 1e-6)
+    assert_losses_close(ranks, large)
     assert_close(ranks, large, 1e-5)
 
 
@@ -76,7 +76,7 @@ def test_batch_norm_that_does_not_see_its_batch_equals_one_large_batch(
     recipe = Recipe.of(MIXES_ROWS, optimizer)
     ranks = on_threads(world, recipe, How(dress=nn.Module.eval))
     large = large_batch(recipe, world, recipe.model().eval())
-    assert_losses_close(ranks, large, 1e-6)
+    assert_losses_close(ranks, large)
     assert_close(ranks, large, tolerance)
 
 
@@ -86,11 +86,10 @@ def test_batch_norm_that_sees_its_batch_does_not() -> None:
     assert off(ranks[0].state, large.states[0], 1e-2)
 
 
-def assert_losses_close(ranks: list[Sharded], large: Plain, tolerance: float) -> None:
+def assert_losses_close(ranks: list[Sharded], large: Plain) -> None:
     """The mean over ranks and micro-batches is the large batch's loss, step by step."""
     steps = len(large.losses[0])
-    losses = torch.tensor(
-        [rank.losses for rank in ranks], dtype=torch.float64
-    )  # [W, steps * micro]
+    # ranks × the micro-batches of all steps
+    losses = torch.tensor([rank.losses for rank in ranks], dtype=torch.float64)
     means = losses.view(len(ranks), steps, -1).mean(dim=(0, 2))
-    assert means.tolist() == pytest.approx(large.losses[0], rel=tolerance, abs=0)
+    assert means.tolist() == pytest.approx(large.losses[0], rel=1e-6, abs=0)

@@ -87,7 +87,6 @@ def trains_alike(
     steps: int = 3,
     optimizer: Any = SGD,
     strategies: Iterable[str] = ("full_shard", "shard_grad_op", "no_shard"),
-    after: Callable[[sw.Sharded], object] = lambda sharded: None,
     tolerance: float = 2e-5,
     **options: Any,
 ) -> None:
@@ -106,7 +105,6 @@ def trains_alike(
                 program(model, batch(step, comm.rank), sharded)
                 stepping.step()
                 stepping.zero_grad()
-            after(sharded)
             return clones(model.state_dict())
 
         for state in run_threads(world, rank):

@@ -897,15 +897,13 @@ def test_a_parameter_used_on_one_rank_only_is_averaged_with_zeros_and_on_none_st
 # ---- gathers in flight, and when ---------------------------------------------------------------
 
 
-def watched_step(
-    prefetch: sw.Prefetch, strategy: str = "full_shard"
-) -> tuple[int, list[str], tuple[Event, ...]]:
+def watched_step(prefetch: sw.Prefetch) -> tuple[int, list[str], tuple[Event, ...]]:
     """Most gathers in flight, what happened among computing, and the schedule, in a third step."""
     models = [decoder(), decoder()]
 
     def rank(comm: Comm) -> tuple[int, list[str], tuple[Event, ...]]:
         watched = Watched(comm)
-        sharded = sw.shard(models[comm.rank], strategy, comm=watched, prefetch=prefetch)
+        sharded = sw.shard(models[comm.rank], comm=watched, prefetch=prefetch)
         for _ in range(2):
             train(sharded.model, decoder_batch(comm.rank, 2))
         for number, block in enumerate(sharded.model.get_submodule("blocks").children()):

@@ -8,7 +8,7 @@ import pytest
 from shardwise.train.throughput import Throughput, resident_bytes
 
 
-def metered(durations: Iterable[float], warmup: int = 3, tokens: int = 100) -> Throughput:
+def metered(durations: Iterable[float], warmup: int = 3) -> Throughput:
     """A meter whose steps took this long by its clock, with ten seconds between them."""
     now = 0.0
 
@@ -19,7 +19,7 @@ def metered(durations: Iterable[float], warmup: int = 3, tokens: int = 100) -> T
     for duration in durations:
         with meter.step():
             now += duration
-        meter.count(tokens)
+        meter.count(100)
         now += 10.0
     return meter
 

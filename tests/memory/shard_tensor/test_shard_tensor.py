@@ -26,10 +26,10 @@ BUILD, BATCH = nets.scalar_and_13_rows, nets.scalar_and_13_rows_batch
 WORLD = 3
 
 
-def trained_plain(world: int = WORLD) -> nn.Module:
+def trained_plain() -> nn.Module:
     """The plain model, trained with the mean gradient of all ranks."""
     model = seeded(BUILD)
-    batches = [BATCH(rank, 2) for rank in range(world)]
+    batches = [BATCH(rank, 2) for rank in range(WORLD)]
     put_gradients(model, averaged(seeded(BUILD), train, batches))
     return model
 

@@ -268,8 +268,8 @@ def test_devices_without_a_number_are_refused(text: str) -> None:
         devices(text)
 
 
-def with_host_memory(nbytes: float, ranks: int = 8) -> Question:
-    base = question(ranks)
+def with_host_memory(nbytes: float) -> Question:
+    base = question(8)
     accelerator = replace(base.machine.accelerator, host_memory=nbytes)
     return replace(base, machine=replace(base.machine, accelerator=accelerator))
 
