@@ -101,6 +101,12 @@ def test_a_batch_of_no_whole_rows_is_one_that_splits_and_the_plan_says_so(
     assert "asked for" not in plan(capsys, config, *few, "960")[1]
 
 
+def test_a_row_has_two_tokens_at_least(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = plan(capsys, "nowhere", "--seq", "1")
+    assert code == 2
+    assert "'--seq': 1 is not in the range x>=2" in error
+
+
 def test_a_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "old.yaml"
     written.write_text("mine")

@@ -11,6 +11,7 @@ from shardwise.cli.options import (
     COUNT,
     EXISTING_FILE,
     FILE,
+    LENGTH,
     NUMBER,
     OVERRIDES,
     PATH,
@@ -196,7 +197,7 @@ def data_show(recipe: str, number: int, rehearse: bool, overrides: tuple[str, ..
 @click.option("--gpus", default="8xH100", show_default=True, help="Devices of a node.")
 @click.option("--nodes", type=COUNT, default=1, show_default=True, help="Nodes.")
 @click.option("--link", help="Between nodes: a name, or a rate: 400Gb/s, 50GB/s.")
-@click.option("--seq", type=COUNT, help="Tokens of a row.")
+@click.option("--seq", type=LENGTH, help="Tokens of a row.")
 @click.option("--global-batch", help="Tokens of a step, such as 1Mtok.")
 @click.option("--micro-batch", type=COUNT, help="Rows of a rank at a time.")
 @click.option("--strategy", help="Only plans of this one.")
@@ -266,7 +267,7 @@ def plan(
 @click.option("--nproc", type=COUNT, default=2, show_default=True, help="Ranks.")
 @click.option("--rounds", type=COUNT, default=10, show_default=True, help="Turns.")
 @click.option("--rows", type=COUNT, default=1, show_default=True, help="Of a rank.")
-@click.option("--seq", type=COUNT, help="Tokens of a row.")
+@click.option("--seq", type=LENGTH, help="Tokens of a row.")
 @click.option(
     "--machines",
     type=EXISTING_FILE,

@@ -44,6 +44,7 @@ PICTURE = Picture(path_type=Path, dir_okay=False)
 EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 COUNT = click.IntRange(min=1)
 NUMBER = click.IntRange(min=0)
+LENGTH = click.IntRange(min=2)  # of a row: one token predicts none
 
 WITH_OVERRIDES = {"ignore_unknown_options": True}  # context settings of a command with:
 OVERRIDES = click.argument(
