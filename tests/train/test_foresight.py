@@ -34,6 +34,7 @@ from tests.train.runs import Watched
 from tests.train.tiny import tiny_recipe
 
 SHORT = ("sample.tokens=0", "run.eval_rows=2", "run.plan=true", "run.steps=2", "run.eval_every=2")
+THREE, FREED, PIECES = ("batch.micro=1",), ("sharding.unsharded=0",), ("sharding.mesh=[2,1]",)
 SETTINGS: dict[str, tuple[str, ...]] = {
     "one micro-batch": ("batch.micro=6",),
     "several micro-batches of what stays gathered": ("batch.micro=2", "sharding.strategy=zero1"),
@@ -41,9 +42,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "units that stay": ("batch.micro=3", "sharding.unsharded=20000"),
     "recomputed": ("batch.micro=6", "sharding.activation_checkpointing=2"),
     "in host memory": ("batch.micro=6", "sharding.offload=everything"),
+    "loaded for the first of several": ("sharding.offload=optimizer", *THREE, *FREED),
+    "joined for the first of several": ("sharding.strategy=hybrid_full", *PIECES, *THREE, *FREED),
     "bf16": ("batch.micro=6", "sharding.precision=bf16", "sharding.strategy=shard_grad_op"),
 }
-QUICK = ("no prefetch", "units that stay", "recomputed", "bf16")
+QUICK = ("no prefetch", "units that stay", "recomputed", "bf16", "loaded for the first of several")
 
 
 @pytest.fixture

@@ -130,11 +130,12 @@ class RunPlan:
             ]
             for engine, whole in zip(self.engine, self.whole, strict=True)
         ]
-        freed = {planned.event.unit for planned in passes[0] if planned.event.op is Op.FREE}
+        # What the first has left is not made again, by those between as by the last.
+        again = {planned.event[:3] for planned in passes[-1]}
         between = [
             planned._replace(engine=None, whole=None)
             for planned in passes[0]
-            if planned.event.op not in MAKES_WHOLE or planned.event.unit in freed
+            if planned.event.op not in MAKES_WHOLE or planned.event[:3] in again
         ]
         middle = between * max(0, self.micro_batches - 2)
         return (*passes[0], *middle, *(passes[1] if len(passes) > 1 else ()))
