@@ -20,7 +20,7 @@ from shardwise.plan.forecast.machine import Accelerator, Constants, Machine
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.rates import Kernels, Rates
 from shardwise.plan.forecast.repeated import Stack, deepen
-from shardwise.plan.forecast.time import TimeForecast, modes, optimizer_seconds, walk
+from shardwise.plan.forecast.time import Passes, TimeForecast, optimizer_seconds, passes_of, walk
 from shardwise.plan.forecast.work import Pass, StepWork
 from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Event, Op, UnitBytes
@@ -117,8 +117,9 @@ def plan_of(case: Case) -> Plan:
     placements = dict.fromkeys(work.units, blueprint.placement)
     averages = frozenset(work.units if blueprint.policy.averages else ())  # of all, not of two
     policy = replace(blueprint.policy, placements=placements, averages=averages)
-    kinds = modes(case.micro_batches) if case.sums_once else [("train", case.micro_batches)]
-    listed = tuple((events(work.order, policy, nbytes, mode), times) for mode, times in kinds)
+    many = case.micro_batches
+    kinds = passes_of(many) if case.sums_once else [Passes("train", many)]
+    listed = tuple((events(work.order, policy, nbytes, mode), times) for mode, times, _ in kinds)
     if case.software.scans:
         listed = tuple((_averages_last(each), times) for each, times in listed)
     return Plan(case, work, nbytes, blueprint.grid, listed, _stepped(case))

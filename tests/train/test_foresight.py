@@ -44,9 +44,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "in host memory": ("batch.micro=6", "sharding.offload=everything"),
     "loaded for the first of several": ("sharding.offload=optimizer", *THREE, *FREED),
     "joined for the first of several": ("sharding.strategy=hybrid_full", *PIECES, *THREE, *FREED),
+    "reduced in each of three": ("sharding.sync_each_micro_batch=true", *THREE),
     "bf16": ("batch.micro=6", "sharding.precision=bf16", "sharding.strategy=shard_grad_op"),
 }
-QUICK = ("no prefetch", "units that stay", "recomputed", "bf16", "loaded for the first of several")
+QUICK = ("no prefetch", "units that stay", "recomputed", "bf16", "reduced in each of three")
 
 
 @pytest.fixture

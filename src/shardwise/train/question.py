@@ -60,6 +60,7 @@ def question_of(recipe: Recipe, model: nn.Module, machine: Machine, ranks: int) 
         state_of(recipe),
         {**rest, "blocksize": blocksize_of(recipe.optimizer.name)},
         loss=cross_entropy,
+        each=recipe.sharding.sync_each_micro_batch,
     )
 
 

@@ -118,10 +118,12 @@ class _Recording:
         yield [tensor for bucket in buckets for tensor in (bucket.shard, bucket.staged)]
         yield [bucket.gradients.full for bucket in buckets]
         gradients = [bucket.gradients for bucket in buckets]
+        aside = [grad for own in gradients for grad in own.aside.values()]  # during a backward pass
         means = [own.mean for own in gradients]
         sums = [own.reducing.out for own in gradients if own.reducing is not None]
         yield [
             *grads,
+            *aside,
             *sums,
             *(part for mean in means for part in (mean.result, mean.stored, mean.kept.memory)),
         ]

@@ -25,7 +25,7 @@ from shardwise.plan.forecast.work import Span, StepWork
 from shardwise.plan.schedule.events import Event
 from shardwise.plan.units.units import choose_units
 from shardwise.plan.units.wrap import by_class
-from shardwise.torch_internals import storage_key
+from shardwise.torch_internals import disable_torch_function, storage_key
 from tests.nets import NETS, Net, decoder, decoder_batch, loss
 from tests.ranks import run_threads
 from tests.steps import STRATEGIES
@@ -58,7 +58,8 @@ class Allocated:
     def nbytes(self, others: Iterator[Tensor]) -> int:
         alive = {key: made() for key, made in self.storages.items()}
         every = {key: storage.nbytes() for key, storage in alive.items() if storage is not None}
-        every |= {storage_key(t): t.untyped_storage().nbytes() for t in others}
+        with disable_torch_function():  # a gradient from before is a ``ShardTensor``
+            every |= {storage_key(t): t.untyped_storage().nbytes() for t in others}
         return sum(every.values())
 
 
@@ -114,26 +115,28 @@ def measured(
     sharded.rehearse(*net.batch(comm.rank, 2)[:-1])
     for number, mode in enumerate(modes):
         listening = number == len(modes) - 1
-        with sharded.accumulate(last=mode == "l"):
+        with sharded.accumulate(last=mode != "a"):
             loss(model, net.batch(comm.rank, 2)).backward()
         if mode == "l" and not listening:
             model.zero_grad()
     return points
 
 
-#: A pass teaches the runtime the order of its mode, for the next one.
+#: A pass teaches the runtime the order of its mode, for the next one: ``l`` ends a step, ``a`` does
+#: not reduce, and ``r`` does, though the step goes on.
 MODES = {"train": "ll", "accumulate": "ala", "last": "alal"}
+REDUCED = {1: "lrl", 4: "lrrrrl"}
 
 
 def predicted(
-    ranks: tuple[int, int], net: Net, strategy: str, mode: str, options: Any
+    ranks: tuple[int, int], net: Net, strategy: str, mode: str, reduced: int, options: Any
 ) -> list[Point]:
     """The same on paper, of a rank without peers."""
     model = net.build()
     blueprint = draw(model, strategy, ranks=ranks, **options)
     batch = net.batch(0, 2)[:-1]
     work = observe(model, blueprint.units, batch, {}, precision=blueprint.options.precision)
-    memory = forecast(blueprint, work.order, without_activations(work), "sgd", mode)
+    memory = forecast(blueprint, work.order, without_activations(work), "sgd", mode, reduced)
     return [
         (moment.event._replace(reason=""), moment.alive, moment.in_host)
         for moment in memory.moments
@@ -150,14 +153,17 @@ def without_activations(work: StepWork) -> StepWork:
     )
 
 
-def assert_predicted(net: Net, strategy: str, mode: str = "train", **options: Any) -> None:
+def assert_predicted(
+    net: Net, strategy: str, mode: str = "train", reduced: int = 0, **options: Any
+) -> None:
     if strategy in HYBRIDS:
         options["mesh"] = (2, 2)
     world = 4 if strategy in HYBRIDS else 3
     together = threading.Barrier(world, timeout=20)
-    ranks = run_threads(world, measured, net, strategy, MODES[mode], options, together)
+    passes = REDUCED.get(reduced, MODES[mode])
+    ranks = run_threads(world, measured, net, strategy, passes, options, together)
     for rank, points in enumerate(ranks):
-        on_paper = predicted((rank, world), net, strategy, mode, options)
+        on_paper = predicted((rank, world), net, strategy, mode, min(reduced, 2), options)
         listed = {event for event, *_ in points}
         listed_on_paper = [point for point in on_paper if point[0] in listed]
         assert points == listed_on_paper
@@ -167,6 +173,17 @@ def assert_predicted(net: Net, strategy: str, mode: str = "train", **options: An
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *HYBRIDS])
 def test_the_engines_bytes_at_every_event(strategy: str, mode: str) -> None:
     assert_predicted(TIED, strategy, mode)
+
+
+@pytest.mark.parametrize("reduced", REDUCED)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *HYBRIDS])
+def test_in_a_step_of_which_each_micro_batch_is_reduced(strategy: str, reduced: int) -> None:
+    assert_predicted(TIED, strategy, reduced=reduced)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "everything"])
+def test_in_such_a_step_with_offload(offload: str) -> None:
+    assert_predicted(TIED, "full_shard", reduced=4, offload=offload)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "full_shard", "hybrid_full"])

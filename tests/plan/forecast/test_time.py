@@ -14,7 +14,14 @@ from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Accelerator, Link, Machine, known
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.forecast.rates import Kernels, Rates
-from shardwise.plan.forecast.time import MicroBatch, TimeForecast, forecast, optimizer_seconds, walk
+from shardwise.plan.forecast.time import (
+    MicroBatch,
+    TimeForecast,
+    forecast,
+    optimizer_seconds,
+    passes_of,
+    walk,
+)
 from shardwise.plan.forecast.work import StepWork
 from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Op, Phase
@@ -112,7 +119,7 @@ def test_a_forecast_sums_its_parts_and_counts_flop_of_three_forward_passes() -> 
 def test_a_step_of_several_micro_batches_is_forecast_from_its_blueprint() -> None:
     blueprint, work = drawn("zero1")
     machine = TABLE.machine("A100")
-    once, thrice = (forecast(blueprint, work, machine, micro_batches=n) for n in (1, 3))
+    once, thrice = (forecast(blueprint, work, machine, passes_of(n)) for n in (1, 3))
     assert [times for _, times in thrice.micro_batches] == [2, 1]
     assert once.seconds < thrice.seconds < 3 * once.seconds  # gradients travel once
     parameters = sum(spec.rest_nbytes for spec in blueprint.buckets)

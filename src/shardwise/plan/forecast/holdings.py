@@ -110,7 +110,9 @@ class Bucket:
         self._collects: torch.dtype = spec.dtypes.collected
         self._sent = self._out = self._received = self._mean = self._stored = 0
         self._over_shards = 0  # of the sum over the first axis, while the copies' is on its way
+        #: Does the memory of an earlier mean wait for the next one, held by no gradient?
         self._keeps = spec.keeps_mean
+        self._has_gradients = False  # of passes before, in this step
         self._at_rest()
 
     def _add(self, kind: Kind, nbytes: int, in_host: bool = False) -> None:
@@ -265,6 +267,14 @@ class Bucket:
             self._add(Kind.GRADIENTS, -self._mean)
             self._mean = 0
 
+    def deliver(self) -> None:
+        """Make the mean the gradients of the step, or add it to them."""
+        self._keeps = self.spec.keeps_mean and self._has_gradients
+        if self._has_gradients:
+            self._add(Kind.GRADIENTS, 0 if self._keeps else -self._mean)
+            self._add(Kind.GRADIENTS, -self._stored, in_host=True)
+        self._has_gradients, self._mean, self._stored = True, 0, 0
+
 
 class Holdings:
     """The memory of all buckets of one rank."""
@@ -285,6 +295,12 @@ class Holdings:
         """An earlier pass has left the unit whole."""
         for bucket in self._buckets[unit]:
             bucket.gather()
+
+    def deliver(self) -> None:
+        """A pass has ended in which all units were reduced."""
+        for buckets in self._buckets.values():
+            for bucket in buckets:
+                bucket.deliver()
 
     def take(self, event: Event) -> None:
         """Carry out an event; cues change nothing."""

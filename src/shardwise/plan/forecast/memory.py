@@ -12,7 +12,7 @@ measures, and what is freed and kept, for which ``MemoryForecast.process`` has a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -209,16 +209,21 @@ def forecast(
     work: StepWork | None = None,
     optimizer: str = "adamw",
     mode: Mode = "train",
+    reduced: int = 0,
 ) -> MemoryForecast:
-    """Predict the memory of a step in which the optimizer has its state, and gradients are new.
+    """Predict the memory of a pass in which the optimizer has its state.
 
     Args:
         order: the cues of the step; where there is ``work``, its own.
         work: ``None``: the engine's memory alone.
         optimizer: its name; see ``OPTIMIZERS``, ``AVERAGED`` and ``START``.
         mode: as of a schedule; ``work`` is that of a pass with gradients.
+        reduced: passes in mode ``"train"`` before it, of the same step, to whose gradients it adds.
     """
     walk = _Walk(blueprint, optimizer)
+    for _ in range(reduced):
+        deque(walk.through(order, None, mode), maxlen=0)
+        walk.deliver()
     moments = tuple(walk.through(order, work, mode))
     uses = sorted(walk.ledger.at_peak.items(), key=lambda item: item[1], reverse=True)
     heap = (Heap() if work is None else Heap.of(work))._replace(engine=walk.ledger.small)
@@ -256,6 +261,10 @@ class _Walk:
                 self._holdings.collect(unit, keeps=mode == "accumulate")
             yield from map(self._compute, spans)
             yield from map(self._carry_out, step.in_order())
+
+    def deliver(self) -> None:
+        """The mean gradients of a pass become those of the step."""
+        self._holdings.deliver()
 
     def _compute(self, span: Span) -> Moment:
         unit = OUTSIDE if span.unit is None else span.unit

@@ -113,8 +113,8 @@ class Planner:
         blueprint, work = self._blueprint(candidate, depth), self._work(candidate, depth)
         work = _without_activations(work) if alone else work
         return [
-            memory.forecast(blueprint, work.order, work, self.question.optimizer, mode)
-            for mode, _ in time.modes(self.question.micro_batches(candidate))
+            memory.forecast(blueprint, work.order, work, self.question.optimizer, mode, reduced)
+            for mode, _, reduced in self.question.passes(candidate)
         ]
 
     # ---- estimates -----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Planner:
         ``1 / (1 + contention)`` cost nothing, and those only while there is something to compute.
         What is in host memory takes no less, so it is not looked at.
         """
-        times = [n for _, n in time.modes(self.question.micro_batches(candidate))]
+        times = [kind.times for kind in self.question.passes(candidate)]
 
         def busy(depth: _Depth) -> tuple[float, ...]:
             whole = self._time(candidate, depth)
@@ -193,13 +193,15 @@ class Planner:
 
     def _peaks(self, candidate: Candidate, depth: _Depth) -> tuple[float, float]:
         """Bytes at most on the device, and in host memory."""
-        *_, (mode, _) = time.modes(self.question.micro_batches(candidate))  # has most gradients
-        key = (*_drawn(candidate), candidate.prefetch, candidate.recompute, mode, depth.blocks)
+        mode, _, reduced = self.question.passes(candidate)[-1]  # has most gradients
+        kind = candidate.prefetch, candidate.recompute, mode, reduced
+        key = (*_drawn(candidate), *kind, depth.blocks)
         work, own = self._work(candidate, depth), self.question.machine.accelerator
 
         def walked() -> MemoryForecast:
             blueprint = self._blueprint(candidate, depth)
-            return memory.forecast(blueprint, work.order, work, self.question.optimizer, mode)
+            optimizer = self.question.optimizer
+            return memory.forecast(blueprint, work.order, work, optimizer, mode, reduced)
 
         def of_process() -> tuple[int, int]:
             whole = walked()
@@ -210,9 +212,9 @@ class Planner:
         return self._once(key, lambda: EngineMoments.of(walked(), work)).most(work)
 
     def _time(self, candidate: Candidate, depth: _Depth) -> TimeForecast:
-        question, times = self.question, self.question.micro_batches(candidate)
+        question, kinds = self.question, self.question.passes(candidate)
         drawn = self._blueprint(candidate, depth), self._work(candidate, depth)
-        return time.forecast(*drawn, question.machine, times, question.optimizer)
+        return time.forecast(*drawn, question.machine, kinds, question.optimizer)
 
     # ---- what candidates share -----------------------------------------------------------------
 

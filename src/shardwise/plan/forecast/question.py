@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine
 from shardwise.plan.forecast.observe import Loss, loss_of
+from shardwise.plan.forecast.time import Passes, passes_of
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -32,6 +33,7 @@ class Question:
         arguments: of ``shard()`` that no candidate chooses, such as ``wrap`` and ``precision``.
         loss: of what the model returns.
         shared: ranks map one full bucket, as those of one host can on a CPU.
+        each: gradients are reduced in each micro-batch, and not once in a step.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class Question:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     loss: Loss = loss_of
     shared: bool = False
+    each: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -66,6 +69,10 @@ class Question:
     def micro_batches(self, candidate: Candidate) -> int:
         """Micro-batches of a step on each rank."""
         return 1 if self.rows is None else self.rows // (candidate.micro_batch * self.ranks)
+
+    def passes(self, candidate: Candidate) -> list[Passes]:
+        """The passes of a step on each rank."""
+        return passes_of(self.micro_batches(candidate), self.each)
 
     def rows_of(self, candidate: Candidate) -> int:
         """Return the rows for which its step is compared with others': of as many, one."""

@@ -10,7 +10,7 @@ where the schedule does: a gather before the unit's use, a reduce when it is set
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -228,30 +228,43 @@ class TimeForecast:
         return 3 * sum(unit.forward.flops for unit in units) * times / self.seconds / self.peak
 
 
-def modes(micro_batches: int) -> list[tuple[Mode, int]]:
-    """The kinds of micro-batches of a step, and how many there are of each."""
-    return [("accumulate", micro_batches - 1), ("last", 1)] if micro_batches > 1 else [("train", 1)]
+class Passes(NamedTuple):
+    """Forward and backward passes of a step that are alike."""
+
+    mode: Mode
+    times: int  # how many there are
+    reduced: int = 0  # how many before it in the step have left mean gradients, at least
+
+
+def passes_of(micro_batches: int, each: bool = False) -> list[Passes]:
+    """One for each micro-batch of a step; ``each``: gradients are reduced in all of them."""
+    more = micro_batches - 1
+    if not more:
+        return [Passes("train", 1)]
+    if each:
+        return [Passes("train", 1), Passes("train", more, min(more, 2))]
+    return [Passes("accumulate", more), Passes("last", 1)]
 
 
 def forecast(
     blueprint: Blueprint,
     work: StepWork,
     machine: Machine,
-    micro_batches: int = 1,
+    kinds: Sequence[Passes] = (Passes("train", 1),),
     optimizer: str = "adamw",
 ) -> TimeForecast:
     """Predict the time of a step of the optimizer.
 
     Args:
         work: of one micro-batch.
-        micro_batches: those of one step; all but the last accumulate gradients.
+        kinds: the passes of one step.
         optimizer: its name; see ``memory.OPTIMIZERS``.
     """
     rates = Rates(machine.accelerator, EAGER, known().constants)
     network, nbytes = Network.of(machine, blueprint.grid), blueprint.nbytes
     walked = tuple(
         (walk(events(work.order, blueprint.policy, nbytes, mode), nbytes, work, rates, network), n)
-        for mode, n in modes(micro_batches)
+        for mode, n, _ in kinds
     )
     here = [spec for spec in blueprint.buckets if not spec.in_host]
     moved = sum(_stepped(blueprint, spec, optimizer) for spec in here)
