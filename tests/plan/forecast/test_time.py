@@ -17,6 +17,7 @@ from shardwise.plan.forecast.rates import Kernels, Rates
 from shardwise.plan.forecast.time import (
     MicroBatch,
     TimeForecast,
+    flops,
     forecast,
     optimizer_seconds,
     passes_of,
@@ -106,14 +107,16 @@ def test_no_shard_sends_only_gradients() -> None:
     assert {i.op for i in micro.intervals if i.lane == "link"} == {Op.REDUCE}
 
 
-def test_a_forecast_sums_its_parts_and_counts_flop_of_three_forward_passes() -> None:
+def test_a_forecast_sums_its_parts_and_counts_flop_by_convention() -> None:
     micro, work = played()
     step = TimeForecast(((micro, 3),), 0.5, work, peak=1e12)
     assert step.seconds == pytest.approx(0.5 + 3 * micro.seconds)
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
     assert step.tokens_per_second == pytest.approx(3 * 2 * LENGTH / step.seconds)
-    forward = sum(unit.forward.flops for unit in (*work.units.values(), work.rest))
-    assert step.mfu() == pytest.approx(3 * 3 * forward / step.seconds / 1e12)
+    assert step.mfu() == pytest.approx(3 * flops(work, "full") / step.seconds / 1e12)
+    attended = 3 * 2 * 2 * (2 * LENGTH) * LENGTH * LLAMA.width * LLAMA.layers
+    assert flops(work, "full") - flops(work, "causal") == attended / 2
+    assert flops(work, "computed") < work.flops  # which counts all of a causal product
 
 
 def test_a_step_of_several_micro_batches_is_forecast_from_its_blueprint() -> None:

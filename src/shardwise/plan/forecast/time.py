@@ -20,11 +20,14 @@ from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.memory import state_nbytes
 from shardwise.plan.forecast.rates import EAGER, Rates, Seconds
-from shardwise.plan.forecast.work import StepWork
+from shardwise.plan.forecast.work import Pass, StepWork
 from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Event, Mode, Op, Phase, UnitBytes
 from shardwise.plan.spec import BucketSpec
 
+Convention = Literal["full", "causal", "computed"]
+"""How FLOP are counted: attention over all pairs of tokens (Chowdhery et al. 2022, PaLM), over
+those that a causal mask leaves (NVIDIA), or all that is computed, recomputation too (HFU)."""
 # Seconds of AdamW on a host's cores for each parameter: 0.22 s for a billion (Ren et al. 2021,
 # ZeRO-Offload, arXiv 2101.06840, table 4).
 ON_HOST = 0.22e-9
@@ -218,14 +221,10 @@ class TimeForecast:
         parts["optimizer"] += self.optimizer
         return dict(parts)
 
-    def mfu(self) -> float:
-        """Model FLOP utilisation, as publishers count it (Chowdhery et al. 2022, PaLM).
-
-        Three forward passes, with attention over all pairs of tokens.
-        """
-        units = (*self.work.units.values(), self.work.rest)
+    def mfu(self, convention: Convention = "full") -> float:
+        """Model FLOP utilisation, as publishers count it."""
         times = sum(times for _, times in self.micro_batches)
-        return 3 * sum(unit.forward.flops for unit in units) * times / self.seconds / self.peak
+        return flops(self.work, convention) * times / self.seconds / self.peak
 
 
 class Passes(NamedTuple):
@@ -284,6 +283,19 @@ def _stepped(blueprint: Blueprint, spec: BucketSpec, optimizer: str) -> int:
     """Bytes that the optimizer moves: parameters and state both ways, gradients one way."""
     state = state_nbytes(spec, blueprint.parameters, optimizer)
     return 2 * state + 3 * spec.rest_nbytes * spec.trainable
+
+
+def flops(work: StepWork, convention: Convention) -> float:
+    """FLOP of one micro-batch by a convention."""
+    units = (*work.units.values(), work.rest)
+    if convention == "computed":
+        return sum(_flops(part) for unit in units for part in (unit.forward, unit.backward))
+    return sum(3 * _flops(unit.forward, halved=convention == "causal") for unit in units)
+
+
+def _flops(part: Pass, halved: bool = True) -> float:
+    """FLOP of a pass; ``halved``: without what a causal kernel leaves out."""
+    return sum(p.flops * times / (1 + (p.causal and halved)) for p, times in part.products)
 
 
 def optimizer_seconds(moved: float, rates: Rates) -> float:
