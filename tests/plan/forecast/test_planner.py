@@ -16,6 +16,7 @@ from shardwise.config.prefetch import Prefetch
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast import observe, repeated
 from shardwise.plan.forecast.candidate import OFFLOADS, Candidate, savings
+from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.forecast.machine import known
 from shardwise.plan.forecast.planner import Forecast, Planner
 from shardwise.plan.forecast.question import Inputs, Question
@@ -81,6 +82,14 @@ def test_estimates_on_a_cpu_that_was_measured_are_of_the_process(recompute: int)
         planner, candidate = Planner(asked), Candidate("full_shard", 4, None, recompute, offload)
         held = planner.forecast(candidate).memory.held(own)
         assert sum(planner.peak(candidate)) == pytest.approx(held, rel=0.02)
+
+
+def test_a_rank_that_is_alone_on_an_axis_shares_no_memory_there() -> None:
+    copies, of_two = Candidate("hybrid_full", 1, mesh=(2, 1)), question(ranks=2)
+    (apart,) = Planner(of_two).memories(copies, alone=True)
+    (beside,) = Planner(replace(of_two, shared=True)).memories(copies, alone=True)
+    for kind in (Kind.GATHERED, Kind.JOINED, Kind.PARAMETERS):
+        assert beside.most[kind] == apart.most[kind] > 0
 
 
 def test_what_a_recipe_has_written_is_judged_as_it_is() -> None:

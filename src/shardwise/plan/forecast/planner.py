@@ -301,7 +301,7 @@ class Planner:
         per_host = min(question.machine.per_host, question.ranks)
         shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, per_host)
         grid = Grid.of(0, question.ranks, placement.splits, shape)
-        return Grid(*(axis._replace(shared=question.shared) for axis in grid))
+        return Grid(*(axis._replace(shared=question.shared and axis.size > 1) for axis in grid))
 
     def _units(self, candidate: Candidate, depth: _Depth) -> Units:
         """One object for all candidates that have the same: what follows is made once for it."""
