@@ -118,7 +118,7 @@ def test_what_is_in_host_memory_is_counted_apart(strategy: str, offload: Any) ->
     assert together == adamw.in_host + adamw.parameters + adamw.gradients + adamw.optimizer
 
 
-def test_state_of_8_bits_is_codes_and_scales_of_parameters_of_4096_elements() -> None:
+def test_state_of_8_bits_is_codes_and_scales_of_large_parameters_and_tables_once() -> None:
     optim: Any = pytest.importorskip("bitsandbytes.optim")
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8, bias=False))
     rows = table_of(model, (0, 2), "adamw_8bit", blocksize=256)
@@ -126,9 +126,11 @@ def test_state_of_8_bits_is_codes_and_scales_of_parameters_of_4096_elements() ->
     model(torch.ones(2, 64)).sum().backward()
     stepped = optim.AdamW8bit(model.parameters())
     stepped.step()
-    states = (state.items() for state in stepped.state.values())
-    state = nbytes(value for items in states for name, value in items if "qmap" not in name)
+    values = [value for state in stepped.state.values() for value in state.values()]
+    state = nbytes({id(value): value for value in values}.values())
     assert rows[STRATEGIES.index("full_shard")].optimizer == state
+    no_shard = table_of(nn.Linear(64, 63), (0, 2), "adamw_8bit", blocksize=256)[0]
+    assert no_shard.optimizer == 2 * 4 * 65 * 63  # none are quantised, and no table is made
 
 
 def test_sharding_divides_what_is_kept_by_the_number_of_ranks() -> None:

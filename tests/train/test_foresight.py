@@ -71,6 +71,20 @@ def test_the_engine_holds_the_planned_bytes_at_every_event(
     assert comparison.planned_memory >= max(engine or 0 for engine, _ in step["planned"])
 
 
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_so_it_does_with_state_of_8_bits_whose_tables_all_units_share(
+    watched: Watched, tmp_path: Path, offload: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    large = ("model.width=64", "model.hidden=96", "optimizer.name=adamw_8bit")
+    recipe = tiny_recipe(
+        tmp_path, *SHORT, *large, "run.throughput_warmup=2", f"sharding.offload={offload}"
+    )
+    watched.run(recipe, world=2)
+    (comparison,) = watched.kind(Compared)
+    assert comparison.differs == ""
+
+
 @pytest.mark.parametrize("ends", ["by patience", "on request"])
 def test_a_run_that_ends_early_is_compared_all_the_same(
     watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str

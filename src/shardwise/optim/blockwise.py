@@ -75,7 +75,7 @@ def cut_inside(optimizer: Any, param: Tensor) -> str:
 
 def make_state(optimizer: Any, own: Iterable[nn.Parameter]) -> None:
     """Make the state of parameters that have none, as for the whole parameter."""
-    ids, args = {id(param) for param in own}, optimizer.args
+    ids, args, tables = {id(param) for param in own}, optimizer.args, optimizer.name2qmap
     optimizer.check_overrides()  # such as embeddings in 32 bits
     least = args.min_8bit_size
     for number, group in enumerate(optimizer.param_groups):
@@ -89,8 +89,8 @@ def make_state(optimizer: Any, own: Iterable[nn.Parameter]) -> None:
                 optimizer.init_state(group, param, number, at)
                 args.min_8bit_size = least
             elif "absmax1" in state and "qmap1" not in state:  # it was loaded
-                tables = {key: optimizer.name2qmap[name] for key, name in TABLES.items()}
-                state.update({key: table.to(param.device) for key, table in tables.items()})
+                tables.update({name: table.to(param.device) for name, table in tables.items()})
+                state.update({key: tables[name] for key, name in TABLES.items()})
 
 
 def whole_of_parts(

@@ -19,7 +19,7 @@ from shardwise.plan import order
 from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.draw import draw, mesh_of
 from shardwise.plan.forecast.holdings import Kind
-from shardwise.plan.forecast.memory import forecast, state_nbytes
+from shardwise.plan.forecast.memory import common_state, forecast, state_nbytes
 from shardwise.plan.schedule.events import Event, Op
 
 
@@ -103,6 +103,8 @@ def kept(model: nn.Module, blueprint: Blueprint, optimizer: str = "adamw") -> Ke
         parameters[spec.in_host] += nbytes
         gradients[spec.in_host] += nbytes * spec.trainable
         state[spec.in_host] += state_nbytes(spec, shards, optimizer)
+    in_common, in_host = common_state(blueprint.buckets, optimizer)
+    state[in_host] += in_common
     guess = order.guess(model, blueprint.units.unit_names)
     schedule, memory = blueprint.schedule(guess), forecast(blueprint, guess)
     return Kept(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.memory.parameters import Bucket
+from shardwise.optim.blockwise import TABLES, without_tables
 from shardwise.plan.forecast.holdings import Kind
 from shardwise.plan.schedule.events import Event, Op
 from shardwise.torch_internals import disable_torch_function, get_grad
@@ -79,6 +80,9 @@ class _Recording:
         for bucket in job.sharded.buckets:
             self._buckets.setdefault(bucket.unit, []).append(bucket)
         self._kept: dict[str, list[int]] = {}
+        states = job.optimizer.state.values()
+        tables = [state[key] for state in states for key in TABLES if key in state]
+        self._tables = storage_bytes(t for t in tables if t.device == self._device)  # all units'
         self._others = 0  # allocated before the step began
         self._start = perf_counter()
 
@@ -88,6 +92,7 @@ class _Recording:
         for unit in [event.unit] if event and event.op is not Op.END else self._buckets:
             self._kept[unit] = self._bytes_of(self._buckets.get(unit, []))
         kinds = list(map(sum, zip(*self._kept.values(), strict=True)))
+        kinds[KINDS.index(Kind.OPTIMIZER)] += self._tables
         others = allocated_bytes(self._device) - sum(kinds)
         if not self.moments:
             self._others = others
@@ -111,7 +116,7 @@ class _Recording:
     def _tensors(self, buckets: list[Bucket]) -> Iterator[list[Tensor | None]]:
         """The tensors of each of ``KINDS``."""
         params = [param for bucket in buckets for param in bucket.params]
-        states = (self._job.optimizer.state.get(param, {}).values() for param in params)
+        states = (without_tables(self._job.optimizer.state.get(param, {})) for param in params)
         with disable_torch_function():
             grads = [get_grad(param) for param in params]
         yield [bucket.full for bucket in buckets]
@@ -127,7 +132,7 @@ class _Recording:
             *sums,
             *(part for mean in means for part in (mean.result, mean.stored, mean.kept.memory)),
         ]
-        yield [value for values in states for value in values if isinstance(value, Tensor)]
+        yield [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 def _of_peers(bucket: Bucket) -> int:

@@ -36,6 +36,7 @@ AVERAGED = "+ema"  # after the optimizer's name: with a moving average of the pa
 START, MOMENTUM = "+start", "+momentum"
 """And after that, of ``outer.DiLoCo``: its common start, and from the first exchange a momentum."""
 LEAST_8_BITS = 4096  # elements of a parameter whose state bitsandbytes quantises
+TABLES_8_BITS = 2 * 256 * 4  # bytes of what its codes mean, which all parameters have in common
 OUTSIDE = "(no unit)"  # the loss, and modules without parameters
 MOST_LINES = 8  # of an explanation, by kind and by unit
 APART = 0.8  # of holes of the forward pass, the part that does not join: docs/planning.md
@@ -240,6 +241,8 @@ class _Walk:
         for spec in blueprint.buckets:
             nbytes = state_nbytes(spec, blueprint.parameters, optimizer)
             self.ledger.add(Use(Kind.OPTIMIZER, spec.unit, spec.in_host), nbytes)
+        nbytes, in_host = common_state(blueprint.buckets, optimizer)
+        self.ledger.add(Use(Kind.OPTIMIZER, OUTSIDE, in_host), nbytes)
 
     def through(self, order: Order, work: StepWork | None, mode: Mode) -> Iterator[Moment]:
         """Each event, and each span of ``work`` between them."""
@@ -302,6 +305,14 @@ def state_nbytes(spec: BucketSpec, shards: Mapping[str, Tensor], optimizer: str)
     if not spec.trainable:
         return 0
     return sum(_state_of(optimizer, slot.numel, shards[slot.name]) for slot in spec.slots)
+
+
+def common_state(specs: Iterable[BucketSpec], optimizer: str) -> tuple[int, bool]:
+    """Bytes of optimizer state that all parameters have in common; are they in host memory?"""
+    for spec in specs if optimizer.startswith("adamw_8bit") else ():
+        if spec.trainable and any(slot.numel >= LEAST_8_BITS for slot in spec.slots):
+            return TABLES_8_BITS, spec.in_host
+    return 0, False
 
 
 def _state_of(optimizer: str, numel: int, shard: Tensor) -> int:
