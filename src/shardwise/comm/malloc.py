@@ -19,11 +19,12 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     For large, long-lived memory. The first write to each page of 4 KiB is a page fault, which
     costs as much as reading and verifying the bytes that a checkpoint loads there.
     """
-    if tensor.is_cpu and tensor.nbytes >= HUGE and hasattr(_libc, "madvise"):
+    madvise = getattr(_libc, "madvise", None)
+    if tensor.is_cpu and tensor.nbytes >= HUGE and madvise is not None:
         before = tensor.data_ptr() % PAGESIZE  # it has to start on a page
         start, nbytes = tensor.data_ptr() - before, tensor.nbytes + before
         # A hint: if it is refused, pages are small.
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), MADV_HUGEPAGE)
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), MADV_HUGEPAGE)
     return tensor
 
 
