@@ -73,7 +73,8 @@ def test_an_engine_is_measured_and_planned(nproc: int, tmp_path: Path) -> None:
     assert row["planned_peak"] > state
     assert row["peak"] > 0.9 * state
     assert row["planned_milliseconds"] > 0
-    assert row["mfu"] == pytest.approx(row["flops_per_second"] / 1e11)
+    three_passes = 12 / 11 * row["flops_per_second"]  # the first layer's input has no gradient
+    assert row["mfu"] == pytest.approx(three_passes / 1e11)
     assert picture.stat().st_size > 1000
 
 

@@ -124,11 +124,11 @@ def _as_a_rank(bench: Bench, memory: str | None, result: Path | None, as_json: b
 def _rows(question: Question, bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
     planners = {shared: Planner(replace(question, shared=shared)) for shared in (False, True)}
     time = planners[question.shared].forecast(Candidate("no_shard", bench.rows)).time
-    rows, peak = [], question.machine.accelerator.peak("bf16") if bench.machines else None
+    rows = []
     for one in measured:
         steps = 1e3 / one.milliseconds
         rates = time.work.tokens * question.ranks * steps, time.work.flops * steps
-        mfu = None if peak is None else rates[1] / peak
+        mfu = time.mfu() * time.seconds * steps if bench.machines else None  # as a plan counts it
         row = Row(one.engine, one.milliseconds, *rates, one.sent, mfu=mfu)
         row = replace(row, counted=time.work.counted)
         if one.engine in STRATEGIES:
@@ -171,7 +171,8 @@ def _print(rows: Sequence[Row], bench: Bench, as_json: bool) -> None:
 
 _LEGEND = (
     "ms          of a step; engines take turns, the slowest rank counts",
-    "TFLOP/s     of a rank; MFU: of what --machines promises; MB sent: in a step, by a rank",
+    "TFLOP/s     of a rank; MB sent: in a step, by a rank",
+    "MFU         three forward passes ÷ what --machines promises, as in a plan",
     "peak        of all ranks, beyond Python and torch; each engine by itself",
     "planned     the same, from the plan; of ms with --machines, which --calibrate writes",
 )

@@ -168,7 +168,7 @@ class StepWork:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations, as MFU counts them: without what is recomputed."""
+        """Floating-point operations, without what is recomputed."""
         every = (*self.units.values(), self.rest)
         return sum(u.forward.flops + u.backward.flops - u.recomputed.flops for u in every)
 
