@@ -192,6 +192,14 @@ def test_of_other_models(net: Net, strategy: str) -> None:
     assert_predicted(net, strategy)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard"])
+def test_each_bucket_of_a_unit_is_there_from_its_own_first_gradient_on(
+    strategy: str, mode: str
+) -> None:
+    assert_predicted(TIED, strategy, mode, bucketing="none")
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "hybrid_full"])
 def test_with_other_dtypes(strategy: str, precision: str) -> None:

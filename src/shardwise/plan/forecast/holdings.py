@@ -7,7 +7,7 @@ tensors. What an event allocates and frees again counts for its peak only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -285,11 +285,12 @@ class Holdings:
             unit: [Bucket(spec, self.ledger) for spec in each] for unit, each in specs.items()
         }
 
-    def collect(self, unit: str, keeps: bool = False) -> None:
-        """The first gradient of a unit comes; ``keeps``: it is reduced in a later pass."""
+    def collect(self, unit: str, names: Container[str], keeps: bool = False) -> None:
+        """Gradients of parameters of a unit come; ``keeps``: they are reduced in a later pass."""
         for bucket in self._buckets[unit]:
-            dtypes = bucket.spec.dtypes
-            bucket.collect(dtypes.sum if keeps else dtypes.collected)
+            if any(slot.name in names for slot in bucket.spec.slots):
+                dtypes = bucket.spec.dtypes
+                bucket.collect(dtypes.sum if keeps else dtypes.collected)
 
     def gather(self, unit: str) -> None:
         """An earlier pass has left the unit whole."""

@@ -250,18 +250,17 @@ class _Walk:
             self.ledger.add(Use(Kind.BUFFERS, ""), work.buffers)
             self.ledger.add(Use(Kind.BATCH, ""), work.inputs)
         nbytes, policy = self._blueprint.nbytes, self._blueprint.policy
-        trained = [unit for unit, each in nbytes.items() if each.gradients]
-        first = _first_gradients(order, trained) if work is None else work.first_gradients
+        first = _first_gradients(order, self._blueprint) if work is None else work.first_gradients
         if mode == "last":
-            for unit in trained:
-                self._holdings.collect(unit, keeps=True)
+            for unit, places in first.items():
+                self._holdings.collect(unit, places, keeps=True)
             for unit in policy.left_whole(order):
                 self._holdings.gather(unit)
-        played = steps(order, policy, nbytes, mode)
+        coming, played = _by_place(first), steps(order, policy, nbytes, mode)
         behind = len(order.forward)  # cues before the backward pass
         for number, (step, spans) in enumerate(zip(played, _spans(work, len(played)), strict=True)):
-            for unit in [unit for unit, place in first.items() if place == number - behind]:
-                self._holdings.collect(unit, keeps=mode == "accumulate")
+            for unit, names in coming.get(number - behind, {}).items():
+                self._holdings.collect(unit, names, keeps=mode == "accumulate")
             yield from map(self._compute, spans)
             yield from map(self._carry_out, step.in_order())
 
@@ -294,10 +293,23 @@ def _spans(work: StepWork | None, steps: int) -> Sequence[Sequence[Span]]:
     return [*zip(forward[:-1]), turn, *zip(backward[1:])]
 
 
-def _first_gradients(order: Order, trained: Sequence[str]) -> dict[str, int]:
-    """Expect a unit's first gradient as soon as it is entered; for no work was observed."""
-    cues = [cue.unit for cue in order.backward]
-    return {unit: cues.index(unit) + 1 for unit in trained if unit in cues}
+def _first_gradients(order: Order, blueprint: Blueprint) -> dict[str, dict[str, int]]:
+    """Expect a unit's gradients as soon as it is entered; for no work was observed."""
+    cues, firsts = [cue.unit for cue in order.backward], dict[str, dict[str, int]]()
+    for spec in blueprint.buckets:
+        if spec.trainable and spec.unit in cues:
+            place = cues.index(spec.unit) + 1
+            firsts.setdefault(spec.unit, {}).update({slot.name: place for slot in spec.slots})
+    return firsts
+
+
+def _by_place(first: Mapping[str, Mapping[str, int]]) -> dict[int, dict[str, set[str]]]:
+    """Turn the places of gradients, by unit and parameter, into what comes at each place."""
+    coming: dict[int, dict[str, set[str]]] = {}
+    for unit, places in first.items():
+        for name, place in places.items():
+            coming.setdefault(place, {}).setdefault(unit, set()).add(name)
+    return coming
 
 
 def state_nbytes(spec: BucketSpec, shards: Mapping[str, Tensor], optimizer: str) -> int:

@@ -113,7 +113,7 @@ def observe(
     recording = Recording([*state.values(), *batch, *slots], maps_from)
     for unit in units:
         for member in unit.members:
-            _collect(state[f"model.{member.name}"], unit.name, recording)
+            _collect(state[f"model.{member.name}"], unit.name, member.name, recording)
     with (
         _on_meta_alone(),
         _forwards(_in_slots(model) if in_slot else {}),
@@ -195,9 +195,9 @@ def _in_slots(model: nn.Module) -> Forwards:
     return {module: forward_in_slot(module) for module in model.modules() if is_large(module)}
 
 
-def _collect(leaf: Tensor, unit: str, recording: Recording) -> None:
+def _collect(leaf: Tensor, unit: str, name: str, recording: Recording) -> None:
     if leaf.requires_grad:
-        leaf.register_post_accumulate_grad_hook(partial(recording.take_gradient, unit))
+        leaf.register_post_accumulate_grad_hook(partial(recording.take_gradient, unit, name))
 
 
 def counted(batch: Sequence[Tensor]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _bind_anew(member: Member, unit: str, recording: Recording) -> None:
     leaf = parameters_of(module)[name]
     assert leaf is not None
     anew = nn.Parameter(leaf.detach(), leaf.requires_grad)
-    _collect(anew, unit, recording)
+    _collect(anew, unit, member.name, recording)
     for module, name in member.owners:
         parameters_of(module)[name] = anew
 

@@ -127,8 +127,9 @@ class Recording(TorchDispatchMode):
         self._has_graph = set[int]()  # cues that end calls whose outputs have nodes
         self._comes_to = set[int]()  # of them, those to whose outputs it comes
         self._holds: list[bool] = []  # for each cue: does its end tell of small gradients?
-        self._first_small = dict[str, int]()
-        self.first_gradients: dict[str, int] = {}  # by unit: the number of the backward span
+        #: By unit and parameter: the number of the backward span.
+        self.first_gradients: dict[str, dict[str, int]] = {}
+        self._first_small: dict[str, dict[str, int]] = {}
 
     # ---- the step as it goes on ----------------------------------------------------------------
 
@@ -166,12 +167,12 @@ class Recording(TorchDispatchMode):
         """Is it a parameter, a buffer or of the batch?"""
         return storage_key(tensor) in self._held
 
-    def take_gradient(self, unit: str, param: Tensor) -> None:
+    def take_gradient(self, unit: str, name: str, param: Tensor) -> None:
         """A gradient has come. It goes to its bucket at once, so it is not alive here."""
         param.grad = None
         self._span.kernels.gradients += 1
         first = self._first_small if param.numel() < SMALL_GRADIENT else self.first_gradients
-        first.setdefault(unit, len(self._backward) - 1)
+        first.setdefault(unit, {}).setdefault(name, len(self._backward) - 1)
 
     def copy_to_host(self, copy: object, nbytes: int) -> None:
         """Host memory has ``copy`` as long as that lives."""
@@ -270,7 +271,8 @@ class Recording(TorchDispatchMode):
                 backward[-1] = backward[-1].then(span)
             places.append(len(cues))
         self._end_holds()
-        self.first_gradients = {unit: places[at] for unit, at in self.first_gradients.items()}
+        for firsts in self.first_gradients.values():
+            firsts.update({name: places[at] for name, at in firsts.items()})
         return Order(tuple(self.cues), tuple(cues)), tuple(forward), tuple(backward)
 
     def _coming(self) -> list[bool]:
@@ -293,12 +295,13 @@ class Recording(TorchDispatchMode):
     def _end_holds(self) -> None:
         """Add small gradients to the others: at the end of their call, where that tells of them."""
         cues, holds = mirror(self.cues), self._holds[::-1]
-        for unit, came in self._first_small.items():
+        for unit, firsts in self._first_small.items():
             own = [at for at, cue in enumerate(cues) if cue.unit == unit]
-            begun = [at for at in own if at < came]
-            is_held = bool(begun) and cues[begun[-1]].op is Op.ENTER and holds[begun[-1]]
-            at = next((end for end in own if end >= came), came) if is_held else came
-            self.first_gradients[unit] = min(at, self.first_gradients.get(unit, at))
+            for name, came in firsts.items():
+                begun = [at for at in own if at < came]
+                is_held = bool(begun) and cues[begun[-1]].op is Op.ENTER and holds[begun[-1]]
+                at = next((end for end in own if end >= came), came) if is_held else came
+                self.first_gradients.setdefault(unit, {})[name] = at
 
     def work_of(self, unit: str | None) -> UnitWork:
         """The work of one unit, or of none."""

@@ -96,11 +96,14 @@ def deepen(work: StepWork, stack: Stack, depth: int) -> StepWork:
     back = _backward_places(backward, stack, depth)
     sources = {stack.renamed(forward[i].unit, by): forward[i].unit for i, by in places}
     ends = _Place(len(backward), 0)
-    firsts: dict[str, int] = {}
+    firsts: dict[str, dict[str, int]] = {}
     for number, (place, further) in enumerate((*back, ends)):
-        for unit, span in work.first_gradients.items():
-            if span == place:
-                firsts.setdefault(stack.renamed(unit, further), number)
+        for unit, own in work.first_gradients.items():
+            # Outside of the stack a unit is itself, whatever block its parameters are named after.
+            by = 0 if stack.number_of(unit) is None else further
+            for name in [name for name, span in own.items() if span == place]:
+                known = firsts.setdefault(stack.renamed(unit, by), {})
+                known.setdefault(stack.renamed(name, by), number)
     return replace(
         work,
         units={unit: replace(work.units[source], unit=unit) for unit, source in sources.items()},

@@ -150,7 +150,8 @@ class StepWork:
         counted: which of them.
         order: the cues between the spans; those of calls without a backward pass only forward.
         forward, backward: the spans, one more than cues.
-        first_gradients: for each unit that trains, the span of ``backward`` with its first one.
+        first_gradients: for each unit that trains, by the name of each of its parameters, the span
+            of ``backward`` with its first one.
         inputs: bytes of the batch.
         buffers: bytes of the model's buffers.
     """
@@ -162,7 +163,7 @@ class StepWork:
     order: Order
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
-    first_gradients: Mapping[str, int]
+    first_gradients: Mapping[str, Mapping[str, int]]
     inputs: int
     buffers: int
 
