@@ -35,6 +35,7 @@ from tests.train.tiny import tiny_recipe
 
 SHORT = ("sample.tokens=0", "run.eval_rows=2", "run.plan=true", "run.steps=2", "run.eval_every=2")
 THREE, FREED, PIECES = ("batch.micro=1",), ("sharding.unsharded=0",), ("sharding.mesh=[2,1]",)
+SYNC = "sharding.sync_each_micro_batch=true"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "one micro-batch": ("batch.micro=6",),
     "several micro-batches of what stays gathered": ("batch.micro=2", "sharding.strategy=zero1"),
@@ -44,10 +45,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "in host memory": ("batch.micro=6", "sharding.offload=everything"),
     "loaded for the first of several": ("sharding.offload=optimizer", *THREE, *FREED),
     "joined for the first of several": ("sharding.strategy=hybrid_full", *PIECES, *THREE, *FREED),
-    "reduced in each of three": ("sharding.sync_each_micro_batch=true", *THREE),
+    "reduced in each of three": (SYNC, *THREE),
+    "means added to those before": (SYNC, *THREE, "sharding.strategy=no_shard"),
     "bf16": ("batch.micro=6", "sharding.precision=bf16", "sharding.strategy=shard_grad_op"),
 }
-QUICK = ("no prefetch", "units that stay", "recomputed", "bf16", "reduced in each of three")
+QUICK = ("no prefetch", "units that stay", "recomputed", "bf16", "means added to those before")
 
 
 @pytest.fixture

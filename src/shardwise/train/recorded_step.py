@@ -26,7 +26,7 @@ from torch import Tensor
 from shardwise.memory.parameters import Bucket
 from shardwise.optim.blockwise import TABLES, without_tables
 from shardwise.plan.forecast.holdings import Kind
-from shardwise.plan.schedule.events import Event, Op
+from shardwise.plan.schedule.events import Event, Phase
 from shardwise.torch_internals import disable_torch_function, get_grad
 from shardwise.train.folder import STEP
 from shardwise.train.footprint import storage_bytes
@@ -70,6 +70,9 @@ def recorded(
         logger.log(Warned(f"{STEP}, for `shardwise report`, is not written: {error.strerror}"))
 
 
+_BETWEEN = Phase.BACKWARD, Phase.FORWARD
+
+
 class _Recording:
     """Moments of a step; an event changes the bytes of its own unit only."""
 
@@ -87,9 +90,12 @@ class _Recording:
         self._start = perf_counter()
 
     def add(self, event: Event | None) -> None:
-        """Add what there is at this moment; at the begin and the end of a pass, of all units."""
+        """Add what there is at this moment; where a pass begins and at the end, of all units."""
         seconds = perf_counter() - self._start
-        for unit in [event.unit] if event and event.op is not Op.END else self._buckets:
+        before = self.moments[-1][2] if self.moments else None
+        # Between passes the means of all units become, or go to, gradients: no event tells of that.
+        is_inside = event and before and (before.phase, event.phase) != _BETWEEN
+        for unit in [event.unit] if event and is_inside else self._buckets:
             self._kept[unit] = self._bytes_of(self._buckets.get(unit, []))
         kinds = list(map(sum, zip(*self._kept.values(), strict=True)))
         kinds[KINDS.index(Kind.OPTIMIZER)] += self._tables
