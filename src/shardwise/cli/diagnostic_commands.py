@@ -246,7 +246,8 @@ def plan(
       shardwise plan --calibrate here.toml && shardwise plan demo --machines here.toml --gpus 2xhere
 
     \b
-    Exit status: 0 it fits, 2 it does not, 3 the error decides; 1 the question cannot be answered.
+    Exit status: 0 it fits, 2 it does not, or an option is wrong, 3 the error decides; 1 the
+    question cannot be answered.
     """
     from shardwise.cli.plan import PlanOptions, run_calibrate, run_plan
 
