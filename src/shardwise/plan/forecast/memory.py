@@ -223,8 +223,7 @@ def forecast(
     """
     walk = _Walk(blueprint, optimizer)
     for _ in range(reduced):
-        deque(walk.through(order, None, mode), maxlen=0)
-        walk.deliver()
+        walk.reduce(order)
     moments = tuple(walk.through(order, work, mode))
     uses = sorted(walk.ledger.at_peak.items(), key=lambda item: item[1], reverse=True)
     heap = (Heap() if work is None else Heap.of(work))._replace(engine=walk.ledger.small)
@@ -243,6 +242,11 @@ class _Walk:
             self.ledger.add(Use(Kind.OPTIMIZER, spec.unit, spec.in_host), nbytes)
         nbytes, in_host = common_state(blueprint.buckets, optimizer)
         self.ledger.add(Use(Kind.OPTIMIZER, OUTSIDE, in_host), nbytes)
+
+    def reduce(self, order: Order) -> None:
+        """A pass before, whose mean gradients become those of the step."""
+        deque(self.through(order, None, "train"), maxlen=0)
+        self._holdings.deliver()
 
     def through(self, order: Order, work: StepWork | None, mode: Mode) -> Iterator[Moment]:
         """Each event, and each span of ``work`` between them."""
@@ -263,10 +267,6 @@ class _Walk:
                 self._holdings.collect(unit, names, keeps=mode == "accumulate")
             yield from map(self._compute, spans)
             yield from map(self._carry_out, step.in_order())
-
-    def deliver(self) -> None:
-        """The mean gradients of a pass become those of the step."""
-        self._holdings.deliver()
 
     def _compute(self, span: Span) -> Moment:
         unit = OUTSIDE if span.unit is None else span.unit
