@@ -18,9 +18,10 @@ from shardwise.plan.draw import draw
 from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Accelerator, Constants, Machine
 from shardwise.plan.forecast.observe import observe
+from shardwise.plan.forecast.passes import Passes, passes_of
 from shardwise.plan.forecast.rates import Kernels, Rates
 from shardwise.plan.forecast.repeated import Stack, deepen
-from shardwise.plan.forecast.time import Passes, TimeForecast, optimizer_seconds, passes_of, walk
+from shardwise.plan.forecast.time import TimeForecast, optimizer_seconds, walk
 from shardwise.plan.forecast.work import Pass, StepWork
 from shardwise.plan.schedule.decide import events
 from shardwise.plan.schedule.events import Event, Op, UnitBytes

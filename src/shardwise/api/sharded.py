@@ -36,7 +36,7 @@ from shardwise.plan.blueprint import draw_on, units_of
 from shardwise.plan.forecast.memory import MemoryForecast, forecast
 from shardwise.plan.printed import Layouts, Schedule
 from shardwise.plan.residency import joined_trained
-from shardwise.plan.schedule.events import Mode, Order
+from shardwise.plan.schedule.events import MODES, Mode, Order
 from shardwise.plan.units.units import Units
 from shardwise.plan.units.wrap import Wrap
 from shardwise.runtime.buffers import sync_buffers
@@ -208,7 +208,7 @@ class Sharded:
         self._check_idle("rehearse() was called")
         with self._detached():  # nothing is gathered, compiled or recomputed
             rehearsed = order.rehearse(self.model, self.units, args, kwargs)
-        for mode in ("train", "accumulate", "last"):
+        for mode in MODES:
             self.runtime.schedules.set_order(mode, rehearsed)
         self.runtime.schedules.set_order("forward", Order(rehearsed.forward))
         return self.schedule
@@ -339,7 +339,7 @@ class Sharded:
         return forecast(self._blueprint, self.runtime.schedules.orders["train"])
 
     def schedule_of(self, mode: Mode) -> Schedule:
-        """The schedule of ``"train"``, ``"accumulate"``, ``"last"`` or ``"forward"``."""
+        """The schedule of one of ``plan.schedule.events.MODES``, or of ``"forward"``."""
         schedules = self.runtime.schedules
         if mode not in schedules.orders:
             raise ConfigError(f"mode is {mode!r}, and a step is one of {[*schedules.orders]}.")

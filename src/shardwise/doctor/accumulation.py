@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.plan import order
 from shardwise.plan.blueprint import Blueprint
-from shardwise.plan.schedule.events import Mode, Op
+from shardwise.plan.forecast.passes import passes_of
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,18 @@ def accumulated(model: nn.Module, blueprint: Blueprint, micro_batches: int) -> A
     """Both ways to accumulate ``micro_batches`` as ``blueprint`` cuts ``model``."""
     first = order.guess(model, blueprint.units.unit_names)
 
-    def sent(mode: Mode, reduces: bool = True) -> int:
-        schedule = blueprint.schedule(first, mode)
-        events = (e for e in schedule.events if reduces or e.op not in (Op.REDUCE, Op.AVERAGE))
-        return sum(map(schedule.sent, events))
+    def sent(each: bool) -> int:
+        sums = 0
+        for mode, times, _ in passes_of(micro_batches, each):
+            schedule = blueprint.schedule(first, mode)
+            sums += times * sum(map(schedule.sent, schedule.events))
+        return sums
 
-    sent_once = each = sent("train")
-    if micro_batches > 1:  # those between the first and the last find what the first has gathered
-        between = (micro_batches - 2) * sent("last", reduces=False)
-        sent_once = sent("accumulate") + between + sent("last")
     slots = [(spec, slot) for spec in blueprint.buckets if spec.trainable for slot in spec.slots]
     return Accumulated(
         blueprint.placement.name,
-        sent_each=micro_batches * each,
-        sent_once=sent_once,
+        sent_each=sent(each=True),
+        sent_once=sent(each=False),
         gradients_each=sum(blueprint.parameters[slot.name].nbytes for _, slot in slots),
         gradients_once=sum(slot.numel * spec.dtypes.sum.itemsize for spec, slot in slots),
     )

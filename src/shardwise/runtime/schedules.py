@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.plan.schedule.decide import Step, steps
-from shardwise.plan.schedule.events import Mode, Order, Policy, UnitBytes
+from shardwise.plan.schedule.events import MODES, Mode, Order, Policy, UnitBytes
 from shardwise.runtime.unit import UnitState
 
 log = logging.getLogger("shardwise")
@@ -37,8 +37,7 @@ class Schedules:
         self._units, self._policy = units, policy
         self.steps_done = 0  # backward passes that have ended
         self._warned = set[Mode]()
-        forward = Order(order.forward)
-        first = {"train": order, "accumulate": order, "last": order, "forward": forward}
+        first = dict.fromkeys(MODES, order) | {"forward": Order(order.forward)}
         self._kinds: dict[frozenset[str], _Kind] = {}  # by trained units, the last used is last
         self._take(frozenset(n for n, state in units.items() if state.trainable), _Kind(first))
 

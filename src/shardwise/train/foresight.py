@@ -26,7 +26,7 @@ from shardwise.plan.forecast.memory import MOMENTUM, MemoryForecast, Moment
 from shardwise.plan.forecast.planner import Planner
 from shardwise.plan.forecast.time import TimeForecast
 from shardwise.plan.printed import size
-from shardwise.plan.schedule.events import Event, Op, Phase
+from shardwise.plan.schedule.events import Event, Phase
 from shardwise.train.comparison import Compared
 from shardwise.train.data import Data
 from shardwise.train.job import Job
@@ -36,7 +36,6 @@ from shardwise.train.records import Warned
 from shardwise.train.run_logger import RunLogger
 
 HERE = "here"  # the name of a machine that `shardwise plan --calibrate` measured
-MAKES_WHOLE = (Op.LOAD, Op.UPDATE, Op.GATHER)
 OFF = 0.10  # a difference that is explained
 OF_ENGINE = (Kind.GATHERED, Kind.PARAMETERS, Kind.JOINED, Kind.BUCKETS, Kind.GRADIENTS)
 
@@ -91,8 +90,8 @@ class Planned(NamedTuple):
     """
 
     event: Event
-    engine: int | None  # ``None``: of a micro-batch between the first and the last
-    whole: int | None
+    engine: int
+    whole: int
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class RunPlan:
         memory: of the micro-batch that takes most.
         time: of a step; ``None``: the machine's speed is not known.
         whole, engine: memory of each kind of micro-batch, and that without activations.
-        micro_batches: of a step.
+        times: how many of each kind a step has.
         here: where.
     """
 
@@ -111,34 +110,23 @@ class RunPlan:
     time: TimeForecast | None
     whole: Sequence[MemoryForecast]
     engine: Sequence[MemoryForecast]
-    micro_batches: int
+    times: Sequence[int]
     ranks: int
     here: Here
 
     @cached_property
     def events(self) -> tuple[Planned, ...]:
         """All events of a step, in order."""
-        passes = [
-            [
-                Planned(
-                    own.event,
-                    own.alive - own.received + self._host(own),
-                    every.alive + self._host(every),
-                )
-                for own, every in zip(engine.moments, whole.moments, strict=True)
-                if own.event is not None
-            ]
-            for engine, whole in zip(self.engine, self.whole, strict=True)
-        ]
-        # What the first has left is not made again, by those between as by the last.
-        again = {planned.event[:3] for planned in passes[-1]}
-        between = [
-            planned._replace(engine=None, whole=None)
-            for planned in passes[0]
-            if planned.event.op not in MAKES_WHOLE or planned.event[:3] in again
-        ]
-        middle = between * max(0, self.micro_batches - 2)
-        return (*passes[0], *middle, *(passes[1] if len(passes) > 1 else ()))
+        return tuple(
+            Planned(
+                own.event,
+                own.alive - own.received + self._host(own),
+                every.alive + self._host(every),
+            )
+            for engine, whole, times in zip(self.engine, self.whole, self.times, strict=True)
+            for own, every in [*zip(engine.moments, whole.moments, strict=True)] * times
+            if own.event is not None
+        )
 
     @property
     def on_cpu(self) -> bool:
@@ -209,7 +197,7 @@ def plan_of(job: Job, vocabulary: int, options: Foresight, memory: float) -> Run
     most = max(whole, key=lambda each: each.peak)
     timed = planner_of(all_logits=True) if here.timed and not job.all_logits else planner
     time = timed.time(chosen) if here.timed else None
-    times = planner.question.micro_batches(chosen)
+    times = [passes.times for passes in planner.question.passes(chosen)]
     return RunPlan(most, time, whole, engine, times, comm.size, here)
 
 

@@ -124,7 +124,7 @@ def measured(
 
 #: A pass teaches the runtime the order of its mode, for the next one: ``l`` ends a step, ``a`` does
 #: not reduce, and ``r`` does, though the step goes on.
-MODES = {"train": "ll", "accumulate": "ala", "last": "alal"}
+MODES = {"train": "ll", "accumulate": "ala", "between": "aalaa", "last": "alal"}
 REDUCED = {1: "lrl", 4: "lrrrrl"}
 
 

@@ -13,6 +13,7 @@ from shardwise.plan.draw import draw
 from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Accelerator, Link, Machine, known
 from shardwise.plan.forecast.observe import observe
+from shardwise.plan.forecast.passes import passes_of
 from shardwise.plan.forecast.rates import Kernels, Rates
 from shardwise.plan.forecast.time import (
     MicroBatch,
@@ -20,7 +21,6 @@ from shardwise.plan.forecast.time import (
     flops,
     forecast,
     optimizer_seconds,
-    passes_of,
     walk,
 )
 from shardwise.plan.forecast.work import StepWork
@@ -119,12 +119,21 @@ def test_a_forecast_sums_its_parts_and_counts_flop_by_convention() -> None:
     assert flops(work, "computed") < work.flops  # which counts all of a causal product
 
 
+OPS = Op.GATHER, Op.REDUCE
+
+
+def sent(micro_batch: MicroBatch, op: Op) -> int:
+    return sum(interval.op is op for interval in micro_batch.intervals)
+
+
 def test_a_step_of_several_micro_batches_is_forecast_from_its_blueprint() -> None:
     blueprint, work = drawn("zero1")
     machine = TABLE.machine("A100")
     once, thrice = (forecast(blueprint, work, machine, passes_of(n)) for n in (1, 3))
-    assert [times for _, times in thrice.micro_batches] == [2, 1]
-    assert once.seconds < thrice.seconds < 3 * once.seconds  # gradients travel once
+    gathered, reduced = ([sent(one, op) for one, _ in thrice.micro_batches] for op in OPS)
+    assert gathered[0] > gathered[1] == gathered[2] == 0  # what is whole stays so
+    assert reduced[2] > reduced[1] == reduced[0] == 0  # gradients travel once
+    assert once.seconds < thrice.seconds < 3 * once.seconds
     parameters = sum(spec.rest_nbytes for spec in blueprint.buckets)
     moved = machine.accelerator.bandwidth * TABLE.constants.bandwidth * once.optimizer
     assert moved == pytest.approx((2 * 2 + 3) * parameters, rel=1e-2)

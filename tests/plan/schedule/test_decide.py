@@ -601,7 +601,8 @@ def test_a_pass_that_stopped_leaves_only_what_is_collected_and_in_flight() -> No
     assert facts == Facts(trained=frozenset("a"), reducing=flying("a"))
 
 
-MODES = {(True, False): "train", (True, True): "last", (False, True): "accumulate"}
+MODES = {(True, False): "train", (True, True): "last",
+         (False, False): "accumulate", (False, True): "between"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("reduces", "collected"), MODES)

@@ -255,7 +255,7 @@ class _Walk:
             self.ledger.add(Use(Kind.BATCH, ""), work.inputs)
         nbytes, policy = self._blueprint.nbytes, self._blueprint.policy
         first = _first_gradients(order, self._blueprint) if work is None else work.first_gradients
-        if mode == "last":
+        if mode in ("between", "last"):
             for unit, places in first.items():
                 self._holdings.collect(unit, places, keeps=True)
             for unit in policy.left_whole(order):
@@ -264,7 +264,7 @@ class _Walk:
         behind = len(order.forward)  # cues before the backward pass
         for number, (step, spans) in enumerate(zip(played, _spans(work, len(played)), strict=True)):
             for unit, names in coming.get(number - behind, {}).items():
-                self._holdings.collect(unit, names, keeps=mode == "accumulate")
+                self._holdings.collect(unit, names, keeps=mode in ("accumulate", "between"))
             yield from map(self._compute, spans)
             yield from map(self._carry_out, step.in_order())
 

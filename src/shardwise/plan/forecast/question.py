@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.forecast.candidate import Candidate
 from shardwise.plan.forecast.machine import Machine
 from shardwise.plan.forecast.observe import Loss, loss_of
-from shardwise.plan.forecast.time import Passes, passes_of
+from shardwise.plan.forecast.passes import Passes, passes_of
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 

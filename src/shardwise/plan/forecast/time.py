@@ -19,10 +19,11 @@ from shardwise.plan.blueprint import Blueprint
 from shardwise.plan.forecast.collectives import Network
 from shardwise.plan.forecast.machine import Machine, known
 from shardwise.plan.forecast.memory import state_nbytes
+from shardwise.plan.forecast.passes import Passes
 from shardwise.plan.forecast.rates import EAGER, Rates, Seconds
 from shardwise.plan.forecast.work import Pass, StepWork
 from shardwise.plan.schedule.decide import events
-from shardwise.plan.schedule.events import Event, Mode, Op, Phase, UnitBytes
+from shardwise.plan.schedule.events import Event, Op, Phase, UnitBytes
 from shardwise.plan.spec import BucketSpec
 
 Convention = Literal["full", "causal", "computed"]
@@ -227,29 +228,11 @@ class TimeForecast:
         return flops(self.work, convention) * times / self.seconds / self.peak
 
 
-class Passes(NamedTuple):
-    """Forward and backward passes of a step that are alike."""
-
-    mode: Mode
-    times: int  # how many there are
-    reduced: int = 0  # how many before it in the step have left mean gradients, at least
-
-
-def passes_of(micro_batches: int, each: bool = False) -> list[Passes]:
-    """One for each micro-batch of a step; ``each``: gradients are reduced in all of them."""
-    more = micro_batches - 1
-    if not more:
-        return [Passes("train", 1)]
-    if each:
-        return [Passes("train", 1), Passes("train", more, min(more, 2))]
-    return [Passes("accumulate", more), Passes("last", 1)]
-
-
 def forecast(
     blueprint: Blueprint,
     work: StepWork,
     machine: Machine,
-    kinds: Sequence[Passes] = (Passes("train", 1),),
+    kinds: Sequence[Passes] = (Passes("train"),),
     optimizer: str = "adamw",
 ) -> TimeForecast:
     """Predict the time of a step of the optimizer.
@@ -261,15 +244,16 @@ def forecast(
     """
     rates = Rates(machine.accelerator, EAGER, known().constants)
     network, nbytes = Network.of(machine, blueprint.grid), blueprint.nbytes
-    walked = tuple(
-        (walk(events(work.order, blueprint.policy, nbytes, mode), nbytes, work, rates, network), n)
-        for mode, n, _ in kinds
-    )
+    walked = {
+        mode: walk(events(work.order, blueprint.policy, nbytes, mode), nbytes, work, rates, network)
+        for mode in {kind.mode: None for kind in kinds}
+    }
+    micro_batches = tuple((walked[mode], times) for mode, times, _ in kinds)
     here = [spec for spec in blueprint.buckets if not spec.in_host]
     moved = sum(_stepped(blueprint, spec, optimizer) for spec in here)
     seconds = optimizer_seconds(moved, rates) + _on_host(blueprint, machine)
     seconds += machine.accelerator.step
-    return TimeForecast(walked, seconds, work, machine.accelerator.peak("bf16"))
+    return TimeForecast(micro_batches, seconds, work, machine.accelerator.peak("bf16"))
 
 
 def _on_host(blueprint: Blueprint, machine: Machine) -> float:

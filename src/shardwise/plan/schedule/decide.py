@@ -68,9 +68,9 @@ class Facts:
 
     def mode(self, collected: bool) -> Mode:
         """The mode of a step with gradients; ``collected``: micro-batches have left some."""
-        if not self.reduces:
-            return "accumulate"
-        return "last" if collected else "train"
+        if self.reduces:
+            return "last" if collected else "train"
+        return "between" if collected else "accumulate"
 
     def take(self, event: Event) -> bool:
         """Is an event due now? Then it counts as carried out.
@@ -231,8 +231,8 @@ def steps(
 
 def _at_start(policy: Policy, mode: Mode, trained: frozenset[str], order: Order) -> Facts:
     """Return what was done when a step begins."""
-    facts = Facts(mode != "accumulate", trained, reloads=policy.reloads)
-    if mode == "last":  # what was not freed is there, and no optimizer has stepped since
+    facts = Facts(mode in ("train", "last"), trained, reloads=policy.reloads)
+    if mode in ("between", "last"):  # what was not freed is there; no optimizer has stepped since
         facts.gathered.update(policy.left_whole(order))
         facts.loaded |= policy.loads - policy.reloads
         facts.updated |= policy.joins - policy.reloads

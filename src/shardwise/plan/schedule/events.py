@@ -26,7 +26,8 @@ from shardwise.config.placement import Placement
 from shardwise.config.prefetch import Prefetch
 
 Mode = str
-"""``"train"``; ``"accumulate"`` and ``"last"`` micro-batch; ``"forward"`` without gradients."""
+MODES: tuple[Mode, ...] = ("train", "accumulate", "between", "last")
+"""One micro-batch; the first, others, the last of several. ``"forward"`` has no gradients."""
 
 
 class Op(StrEnum):
