@@ -98,7 +98,7 @@ def test_state_that_is_there_is_taken() -> None:
                 expected[param] = sharding.cut(whole, param.shape)
                 moment = expected[param].clone()
                 state[param] = {STEP: torch.tensor(float(number)), "moment": moment, "note": "x"}
-            held.take(state)
+            held.take(state, [("moment",)])
             assert not held.is_recounted
             assert held.steps.tolist() == list(range(len(held.params)))
             for number, param in enumerate(held.params):
@@ -111,11 +111,20 @@ def test_state_that_is_there_is_taken() -> None:
     on_ranks(3, nets.scalar_and_13_rows, rank)
 
 
+def test_state_of_others_stays_as_it_is() -> None:
+    held, state = some_of(sw.shard(nets.decoder()))[0], new_state()
+    others = torch.ones(held.params[0].shape, dtype=torch.float64)
+    state[held.params[0]] = {"moment": torch.ones(held.params[0].shape), "average": others}
+    held.take(state, [("moment",)])
+    assert state[held.params[0]]["average"] is others
+    assert held.is_shown_by(state)
+
+
 def test_state_of_another_shape_is_refused() -> None:
     held = some_of(sw.shard(nets.decoder()))[0]
     state = new_state()
     state[held.params[0]] = {"moment": torch.zeros(3, 5)}
-    text = error_text(sw.OptimizerError, lambda: held.take(state))
+    text = error_text(sw.OptimizerError, lambda: held.take(state, [("moment",)]))
     assert text == "state 'moment' is torch.Size([3, 5]), its shard torch.Size([37, 16])."
 
 

@@ -19,6 +19,7 @@ from shardwise.comm.protocol import Comm
 from shardwise.comm.transports import threads
 from shardwise.doctor.listeners import listeners
 from shardwise.errors import ConfigError, RanksDisagree, ScheduleError
+from shardwise.outer.common_start import MOMENTUM, START
 from shardwise.outer.diloco import DiLoCo, place_of
 from shardwise.outer.link import Link
 from shardwise.outer.place import Place
@@ -362,6 +363,35 @@ def test_a_resumed_worker_continues_exactly(
     resumed = run_workers([2, 1], lambda worker: run(worker, stops=True))
     for one, other in zip(straight, resumed, strict=True):
         assert largest_difference(one[0], other[0]) == 0
+
+
+def test_the_start_of_a_model_in_bfloat16_stays_float32_where_flat_state_is_loaded(
+    tmp_path: Path,
+) -> None:
+    def model(comm: Comm) -> tuple[nn.Module, sw.Sharded, sw.optim.AdamW]:
+        net = plain_model().bfloat16()
+        sharded = sw.shard(net, comm=comm)
+        return net, sharded, sw.optim.AdamW(sharded, lr=0.05)
+
+    def step(net: nn.Module, optimizer: sw.optim.AdamW) -> list[Tensor]:
+        net(batch(0, 0, 0).bfloat16()).square().mean().backward()
+        optimizer.step()
+        return [optimizer.state[p][name] for p in net.parameters() for name in (START, MOMENTUM)]
+
+    def run(worker: Worker) -> None:
+        net, sharded, optimizer = model(worker.comm)
+        outer = worker.outer(sharded, optimizer, every=1)
+        for _ in range(2):
+            net(batch(0, 0, 0).bfloat16()).square().mean().backward()
+            optimizer.step()
+            outer.step()
+        sharded.save(tmp_path / "step-2", optimizer)
+        outer.close()
+        other_net, other, loaded = model(worker.comm)
+        other.load(tmp_path / "step-2", loaded)
+        torch.testing.assert_close(step(other_net, loaded), step(net, optimizer), rtol=0, atol=0)
+
+    run_workers([1], run)
 
 
 def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:

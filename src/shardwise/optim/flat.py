@@ -68,7 +68,7 @@ class FlatOptimizer(Optimizer, ABC):
         self._check_sharded()
         self._states: list[FlatState] = []
         self._facts: tuple[object, ...] = ()  # none: memory is taken when it is needed
-        self._decided: tuple[Update, list[list[bool]], list[tuple[str, ...]]] | None = None
+        self._decided: tuple[Update, list[list[bool]]] | None = None
         if groups is None:
             own = filter(sharding_of, sharded.model.parameters())
             groups = [param for param in own if param.requires_grad]
@@ -197,15 +197,15 @@ class FlatOptimizer(Optimizer, ABC):
 
         ``present`` says of each bucket's slots whether they have a gradient.
         """
-        names = [self._names(group) for group in self.param_groups]
         if (
             self._decided is None
-            or self._decided[1:] != (present, names)
+            or self._decided[1] != present
             or not self._decided[0].lasts
             or any(state.is_recounted for state in self._states)
         ):
+            names = [self._names(group) for group in self.param_groups]
             keys = [self._keys(*pair, names) for pair in zip(self._states, present, strict=True)]
-            self._decided = decide(self._states, keys, names), present, names
+            self._decided = decide(self._states, keys, names), present
             self._facts = self._facts_now()  # there is more state than before
         return self._decided[0]
 
@@ -221,11 +221,11 @@ class FlatOptimizer(Optimizer, ABC):
 
     def _facts_now(self) -> tuple[object, ...]:
         """Return what changes whenever parameters or state are replaced, added or removed."""
-        sizes = [len(group["params"]) for group in self.param_groups]
-        return self._sharded.buckets, sizes, id(self.state), len(self.state)
+        groups = [(len(group["params"]), self._names(group)) for group in self.param_groups]
+        return self._sharded.buckets, groups, id(self.state), len(self.state)
 
     def _hold(self) -> None:
-        """Move all present state into flat memory, and replace it by views of that."""
+        """Move the present state into flat memory, and replace it by views of that."""
         groups = {
             id(param): number
             for number, group in enumerate(self.param_groups)
@@ -233,10 +233,11 @@ class FlatOptimizer(Optimizer, ABC):
         }
         for bucket in self._sharded.buckets:
             bucket.adopt()
+        names = [self._names(group) for group in self.param_groups]
         states = [FlatState(bucket, groups) for bucket in self._sharded.buckets]
         self._states = [state for state in states if state.params]
         for state in self._states:
-            state.take(self.state)
+            state.take(self.state, names)
         self._decided, self._facts = None, self._facts_now()
 
     def _check_sharded(self) -> None:

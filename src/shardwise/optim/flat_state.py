@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from shardwise.comm.malloc import in_huge_pages
 from shardwise.errors import OptimizerError
 from shardwise.memory.parameters import Bucket
-from shardwise.optim.average import KEY
 from shardwise.torch_internals import disable_torch_function, get_version
 
 State = MutableMapping[Any, dict[str, Any]]  # ``optimizer.state``: by parameter, by name
@@ -77,14 +76,14 @@ class FlatState:
 
     # ---- state -------------------------------------------------------------------------------
 
-    def take(self, state: State) -> None:
-        """Move the present state into flat memory, and replace it by views of that."""
+    def take(self, state: State, names: Sequence[Sequence[str]]) -> None:
+        """Show the state of these names, by group, as views of flat memory; others' stays."""
         for at, param in enumerate(self.params):
             of_param = state.get(param) or {}
             for name, value in of_param.items():
                 if name == STEP:
                     of_param[name] = self.state(name, at).fill_(float(value))
-                elif isinstance(value, Tensor) and name != KEY:  # it has a dtype of its own
+                elif isinstance(value, Tensor) and name in names[self.groups[at]]:
                     if value.shape != (shape := self.values[at].shape):
                         raise OptimizerError(f"state {name!r} is {value.shape}, its shard {shape}.")
                     of_param[name] = self.state(name, at).copy_(value)
