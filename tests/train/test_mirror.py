@@ -8,8 +8,9 @@ import pytest
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.remote import remote_checkpoints
+from shardwise.checkpoint.remote import download, remote_checkpoints
 from shardwise.comm.transports import threads
+from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import CheckpointConfig
 from shardwise.train.loop import train
 from shardwise.train.mirror import Mirror, Mirrored
@@ -37,6 +38,46 @@ def test_a_run_goes_on_from_its_mirror_where_its_folder_is_gone(tmp_path: Path) 
     assert [r.step for r in again if isinstance(r, Resumed)] == [4]
     assert losses(again)[-2:] == losses(straight)[-2:]
     assert remote_checkpoints(url)[0].manifest.step == 6
+
+
+@pytest.mark.parametrize("died", ["downloading", "before its first step"])
+def test_a_run_that_died_when_it_had_begun_to_fetch_goes_on_by_the_same_command(
+    died: str, tmp_path: Path
+) -> None:
+    url, fetched = f"memory://{uuid.uuid4()}/run", tmp_path / "run" / "checkpoints"
+    run(tmp_path, f"--checkpoint.mirror={url}")
+    shutil.rmtree(tmp_path / "run")
+    if died == "downloading":
+        (fetched / ".step-4.0123abcd.download").mkdir(parents=True)
+    else:
+        download(url, fetched)
+    again = run(tmp_path, f"--checkpoint.mirror={url}", "--run.steps=6")
+    assert [r.step for r in again if isinstance(r, Resumed)] == [4]
+
+
+def test_another_run_is_refused_at_the_mirror_of_this_one_whatever_its_folder(
+    tmp_path: Path,
+) -> None:
+    url = f"memory://{uuid.uuid4()}/run"
+    run(tmp_path, f"--checkpoint.mirror={url}")
+    for number in (1, 2, 2):
+        with pytest.raises(ConfigError, match="name another checkpoint\\.mirror"):
+            run(tmp_path / str(number), f"--checkpoint.mirror={url}", "--run.seed=77")
+
+
+def test_a_run_that_is_to_be_replaced_is_not_fetched_again(tmp_path: Path) -> None:
+    options = [f"--checkpoint.mirror=memory://{uuid.uuid4()}/run", "--run.overwrite=true"]
+    run(tmp_path, *options)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert not [r for r in run(tmp_path, *options) if isinstance(r, Resumed)]
+
+
+def test_links_of_a_run_that_was_killed_while_it_uploaded_are_removed(tmp_path: Path) -> None:
+    options = [f"--checkpoint.mirror=memory://{uuid.uuid4()}/run"]
+    run(tmp_path, *options)
+    (tmp_path / "run" / "checkpoints" / ".step-1.mirror" / "step-1").mkdir(parents=True)
+    run(tmp_path, *options, "--run.steps=6")
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
 def test_of_those_that_wait_the_newest_is_uploaded_though_it_was_removed_meanwhile(

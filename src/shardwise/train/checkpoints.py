@@ -29,11 +29,11 @@ from shardwise.hf.adapters import is_adapters
 from shardwise.recipe.read import flatten
 from shardwise.recipe.recipe import CheckpointConfig
 from shardwise.train.data import Data
-from shardwise.train.folder import CHECKPOINTS
+from shardwise.train.folder import CHECKPOINTS, RECIPE
 from shardwise.train.hf_config import config_texts
 from shardwise.train.job import Job
 from shardwise.train.length import is_multiple
-from shardwise.train.mirror import Mirror
+from shardwise.train.mirror import Mirror, remove_links
 from shardwise.train.records import Record, Resumed, Saved, Warned, plural
 from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
 from shardwise.train.streams import Position
@@ -93,6 +93,7 @@ class Checkpoints:
         config = job.recipe.checkpoint
         self._mirror = None
         if config.mirror is not None and job.sharded.comm.rank == 0:
+            remove_links(self._folder)
             self._mirror = Mirror(config.mirror, config.save_total_limit)
 
     # ---- resume ------------------------------------------------------------------------------
@@ -132,10 +133,11 @@ class Checkpoints:
         url = config.mirror
 
         def fetch() -> bool:
-            is_new = not checkpoints(self._folder) and bool(remote_checkpoints(url))
-            if is_new:
+            if start is Start.NEW and (self._folder.parent / RECIPE).exists():  # to be replaced
+                return False
+            if not checkpoints(self._folder) and remote_checkpoints(url):
                 download(url, self._folder)
-            return is_new
+            return bool(checkpoints(self._folder))
 
         return Start.RESUME if run_on_rank_0(comm, "the mirror of checkpoints", fetch) else start
 

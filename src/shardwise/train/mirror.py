@@ -77,11 +77,15 @@ class Mirror:
         return Mirrored(url, time.perf_counter() - began, error)
 
 
+def remove_links(checkpoints: Path) -> None:
+    """Remove what a run that was killed was uploading: links would keep those files for ever."""
+    for hidden in checkpoints.glob(".*.mirror"):
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
 def _linked(checkpoint: Path) -> Path:
     """A hidden folder beside a checkpoint, with links to its files under its own name."""
-    hidden = checkpoint.parent / f".{checkpoint.name}.mirror"
-    shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed
-    links = hidden / checkpoint.name
+    links = checkpoint.parent / f".{checkpoint.name}.mirror" / checkpoint.name
     shutil.copytree(checkpoint, links, copy_function=_link)
     return links
 

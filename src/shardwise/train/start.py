@@ -134,9 +134,14 @@ def _is_long_enough(finished: int, earlier: Mapping[str, Any], recipe: Recipe) -
 
 
 def holds_run(recipe: Recipe) -> bool:
-    """Is there a run in the folder? Raises ``ConfigError`` if it holds something else."""
+    """Is there a run in the folder? Raises ``ConfigError`` if it holds something else.
+
+    Checkpoints alone are what an attempt that ended early has fetched from the mirror.
+    """
     path = Path(recipe.run.folder).expanduser()
     entries = _entries(path)
+    if entries == [CHECKPOINTS] and recipe.checkpoint.mirror is not None:
+        return False
     if entries and RECIPE not in entries:
         raise ConfigError(
             f"run.folder {path} holds {', '.join(entries[:3])}{', …' * (len(entries) > 3)} and no "
@@ -228,7 +233,8 @@ def check_same_run(earlier: Mapping[str, Any], recipe: Recipe, subject: str) -> 
         subject: the beginning of the message.
     """
     if differing := differences(earlier, recipe):
+        own_mirror = "name another checkpoint.mirror, and " * (recipe.checkpoint.mirror is not None)
         raise ConfigError(
             f"{subject} that this recipe cannot resume: {'; '.join(differing)}. Set "
-            f"{'it' if len(differing) == 1 else 'them'} as before; or {OVERWRITE_HINT}"
+            f"{'it' if len(differing) == 1 else 'them'} as before; or {own_mirror}{OVERWRITE_HINT}"
         )
