@@ -375,7 +375,21 @@ class Boxed(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("part", [Aside, Reentrant, Boxed])
+class Branches(nn.Module):
+    """Layers that are given the same, or what is given to one far behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out, self.skip = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.relu() if x.requires_grad else x
+        given: Tensor = torch.tanh(self.k(x) * self.q(x))
+        out: Tensor = self.skip(given) + self.out(given.cos())
+        return out
+
+
+@pytest.mark.parametrize("part", [Aside, Reentrant, Boxed, Branches])
 def test_the_backward_pass_comes_to_the_units_of_a_real_one(part: type[nn.Module]) -> None:
     model = nn.Sequential(part(), part(), nn.Linear(4, 4))
     x, wrap = torch.ones(2, 4), sw.wrap.by_class(nn.Linear)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -30,6 +30,7 @@ from shardwise.torch_internals import (
     current_node,
     flash_attention,
     grouped_mm,
+    is_accumulate_grad,
     next_sequence_number,
     sequence_number,
     storage_key,
@@ -127,6 +128,7 @@ class Recording(TorchDispatchMode):
         self._has_graph = set[int]()  # cues that end calls whose outputs have nodes
         self._comes_to = set[int]()  # of them, those to whose outputs it comes
         self._holds: list[bool] = []  # for each cue: does its end tell of small gradients?
+        self._inputs: list[int] = []  # for each cue: the span that made what its call is given
         #: By unit and parameter: the number of the backward span.
         self.first_gradients: dict[str, dict[str, int]] = {}
         self._first_small: dict[str, dict[str, int]] = {}
@@ -144,6 +146,9 @@ class Recording(TorchDispatchMode):
         self.cues.append(cue)
         self._shows.append(bool(_tensors(output)))
         self._holds.append(any(tensor.requires_grad for tensor in _tensors(given)))
+        made = [sequence_number(node) for node in _nodes_of(given) if not is_accumulate_grad(node)]
+        last = bisect_right(self._first_nodes, max(made)) - 1 if made else len(self.cues) - 1
+        self._inputs.append(last)
         if cue.op is Op.ENTER:
             self._calls.append((cue.unit, len(self.cues) - 1))
         else:
@@ -262,26 +267,41 @@ class Recording(TorchDispatchMode):
         every = [*self._forward, *self._backward, self._next(None)]
         spans = [before.until(after) for before, after in pairwise(every)]
         forward, (first, *rest) = spans[: len(self._forward)], spans[len(self._forward) :]
-        cues, backward, places = list[Cue](), [first], [0]
-        for cue, span, comes in zip(mirror(self.cues), rest, self._coming()[::-1], strict=True):
-            if comes:
-                cues.append(cue)
-                backward.append(span)
+        listed, backward, places = list[int](), [first], [0]
+        for numbers, span in zip(self._came_back(), rest, strict=True):
+            if numbers:
+                backward += [Span(None, 0, 0)] * (len(numbers) - 1) + [span]
             else:
                 backward[-1] = backward[-1].then(span)
-            places.append(len(cues))
-        self._end_holds()
-        for firsts in self.first_gradients.values():
-            firsts.update({name: places[at] for name, at in firsts.items()})
-        return Order(tuple(self.cues), tuple(cues)), tuple(forward), tuple(backward)
+            listed += numbers
+            places.append(len(listed))
+        mirrored = mirror(self.cues)
+        self._place_gradients(mirrored, places, listed)
+        order = Order(tuple(self.cues), tuple(mirrored[number] for number in listed))
+        return order, tuple(forward), tuple(backward)
 
-    def _coming(self) -> list[bool]:
-        """Say for each cue whether the backward pass comes to its call.
+    def _came_back(self) -> Iterator[list[int]]:
+        """For each mirrored cue, the numbers of those that come there.
+
+        A call ends where autograd comes to what made its inputs, which may be given to others,
+        too; of several that end there the last that began is the first. As in
+        ``runtime.forward_calls``.
+        """
+        begins, begun = self._coming(), list[int]()
+        for place in reversed(range(len(self.cues))):
+            ended = [call for call in reversed(begun) if place <= self._inputs[call]]
+            begun = [call for call in begun if call not in ended]
+            started = [place] if place in begins else []
+            begun += [begins[end] for end in started]
+            yield [len(self.cues) - 1 - number for number in (*ended, *started)]
+
+    def _coming(self) -> dict[int, int]:
+        """The calls to which the backward pass comes: the cue that ends one → that begins it.
 
         To what a call returned; of what hides in an object only kernels tell. Of a forward pass
         alone, to all that has a graph.
         """
-        coming, entered = [False] * len(self.cues), list[int]()
+        coming, entered = dict[int, int](), list[int]()
         comes_to = self._comes_to or self._has_graph
         for place, cue in enumerate(self.cues):
             if cue.op is Op.ENTER:
@@ -289,19 +309,28 @@ class Recording(TorchDispatchMode):
                 continue
             first = entered.pop()
             hidden = not self._shows[place] and self._reached & {*range(first + 1, place + 1)}
-            coming[first] = coming[place] = place in comes_to or bool(hidden)
+            if hidden or place in comes_to:
+                coming[place] = first
         return coming
 
-    def _end_holds(self) -> None:
-        """Add small gradients to the others: at the end of their call, where that tells of them."""
-        cues, holds = mirror(self.cues), self._holds[::-1]
+    def _place_gradients(
+        self, cues: Sequence[Cue], places: Sequence[int], listed: Sequence[int]
+    ) -> None:
+        """Number the spans in which gradients came as the cues that are ``listed`` divide them.
+
+        Small ones come at the end of their call, where that tells of them.
+        """
+        holds, numbered = self._holds[::-1], {number: at for at, number in enumerate(listed)}
+        for firsts in self.first_gradients.values():
+            firsts.update({name: places[at] for name, at in firsts.items()})
         for unit, firsts in self._first_small.items():
             own = [at for at, cue in enumerate(cues) if cue.unit == unit]
             for name, came in firsts.items():
                 begun = [at for at in own if at < came]
                 is_held = bool(begun) and cues[begun[-1]].op is Op.ENTER and holds[begun[-1]]
-                at = next((end for end in own if end >= came), came) if is_held else came
-                self.first_gradients.setdefault(unit, {})[name] = at
+                ends = [numbered[at] for at in own if at >= came and at in numbered]
+                place = ends[0] if is_held and ends else places[came]
+                self.first_gradients.setdefault(unit, {})[name] = place
 
     def work_of(self, unit: str | None) -> UnitWork:
         """The work of one unit, or of none."""
@@ -322,9 +351,9 @@ def _summed(kernels: Iterable[_Kernels]) -> _Kernels:
     return sum(kernels, start=_Kernels())
 
 
-def _nodes_of(output: Any, first: int) -> list[Node]:
-    """The nodes of autograd that made ``output``, of those made from the number ``first`` on."""
-    nodes = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+def _nodes_of(tree: Any, first: int = 0) -> list[Node]:
+    """The nodes of autograd that made its tensors, of those made from the number ``first`` on."""
+    nodes = [tensor.grad_fn for tensor in _tensors(tree) if tensor.grad_fn is not None]
     return [node for node in nodes if sequence_number(node) >= first]
 
 
