@@ -281,7 +281,7 @@ class Recording(TorchDispatchMode):
         return order, tuple(forward), tuple(backward)
 
     def _came_back(self) -> Iterator[list[int]]:
-        """For each mirrored cue, the numbers of those that come there.
+        """Yield, for each mirrored cue, the numbers of those that come there.
 
         A call ends where autograd comes to what made its inputs, which may be given to others,
         too; of several that end there the last that began is the first. As in
@@ -296,7 +296,7 @@ class Recording(TorchDispatchMode):
             yield [len(self.cues) - 1 - number for number in (*ended, *started)]
 
     def _coming(self) -> dict[int, int]:
-        """The calls to which the backward pass comes: the cue that ends one → that begins it.
+        """Return the calls to which the backward pass comes: each one's last cue → its first.
 
         To what a call returned; of what hides in an object only kernels tell. Of a forward pass
         alone, to all that has a graph.
