@@ -185,11 +185,13 @@ def plan_of(job: Job, vocabulary: int, options: Foresight, memory: float) -> Run
     recipe, comm = job.recipe, job.sharded.comm
     here = machine_here(comm.device, memory, options.machines)
     chosen = chosen_by(recipe)
+    # Over several hosts the ranks of each may share memory all the same.
+    shared = comm.memory.shared or any(b.allocation.shared for b in job.sharded.buckets)
 
     def planner_of(all_logits: bool) -> Planner:
         question = question_of(recipe, model_of(recipe, vocabulary), here.machine, comm.size)
         before_exchanges = question.optimizer.removesuffix(MOMENTUM)  # as in the recorded step
-        question = replace(question, shared=comm.memory.shared, optimizer=before_exchanges)
+        question = replace(question, shared=shared, optimizer=before_exchanges)
         return Planner(question if all_logits else with_loss_in_head(question))
 
     planner = planner_of(bool(job.all_logits))

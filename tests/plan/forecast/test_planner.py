@@ -92,6 +92,26 @@ def test_a_rank_that_is_alone_on_an_axis_shares_no_memory_there() -> None:
         assert beside.most[kind] == apart.most[kind] > 0
 
 
+def test_ranks_of_one_host_alone_share_memory() -> None:
+    copies, of_all = Candidate("hybrid_full", 1, mesh=(4, 4)), question(ranks=16)
+    own = replace(of_all.machine.accelerator, device="cpu")
+    machine = replace(of_all.machine, accelerator=own, per_host=4)
+    apart = Planner(replace(of_all, machine=machine))
+    of_hosts, of_one = (
+        apart.about(replace(of_all, machine=replace(machine, per_host=ranks), shared=True))
+        for ranks in (4, 16)
+    )
+
+    def received(planner: Planner) -> int:
+        (memory,) = planner.memories(copies, alone=True)
+        return memory.most.get(Kind.COMMUNICATION, 0)
+
+    assert received(apart) > received(of_hosts) > received(of_one) == 0
+    whole = Candidate("full_shard", 1)
+    peaks = [planner.memories(whole)[0].peak for planner in (apart, of_hosts)]
+    assert peaks[0] == peaks[1]
+
+
 def test_what_a_recipe_has_written_is_judged_as_it_is() -> None:
     planner = Planner(question())
     plain, kept, late = (

@@ -32,7 +32,7 @@ class Question:
         optimizer: its name; see ``memory.OPTIMIZERS`` and ``memory.AVERAGED``.
         arguments: of ``shard()`` that no candidate chooses, such as ``wrap`` and ``precision``.
         loss: of what the model returns.
-        shared: ranks map one full bucket, as those of one host can on a CPU.
+        shared: ranks of one host map one full bucket, as they can on a CPU.
         each: gradients are reduced in each micro-batch, and not once in a step.
     """
 
@@ -64,7 +64,7 @@ class Question:
         """Bytes of all parameters, at least, on a rank that has gathered them."""
         itemsize = self.dtypes.param.itemsize
         whole = sum(p.numel() * min(itemsize, p.itemsize) for p in self.model.parameters())
-        return whole // self.ranks if self.shared else whole
+        return whole // min(self.ranks, self.machine.per_host) if self.shared else whole
 
     def micro_batches(self, candidate: Candidate) -> int:
         """Micro-batches of a step on each rank."""
