@@ -300,14 +300,7 @@ class Planner:
         question, placement = self.question, placement_of(candidate.strategy)
         per_host = min(question.machine.per_host, question.ranks)
         shape = shape_of(placement.name, placement.hybrid, question.ranks, candidate.mesh, per_host)
-        grid = Grid.of(0, question.ranks, placement.splits, shape)
-        reach = grid.shard.size, question.ranks  # ranks from the first to the last of an axis
-        return Grid(
-            *(
-                axis._replace(shared=question.shared and axis.size > 1 and ranks <= per_host)
-                for axis, ranks in zip(grid, reach, strict=True)
-            )
-        )
+        return question.sharing(Grid.of(0, question.ranks, placement.splits, shape))
 
     def _units(self, candidate: Candidate, depth: _Depth) -> Units:
         """One object for all candidates that have the same: what follows is made once for it."""

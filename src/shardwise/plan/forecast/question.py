@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.grid import Grid
 from shardwise.config.precision import Dtypes, Precision
 from shardwise.errors import ConfigError
 from shardwise.plan.forecast.candidate import Candidate
@@ -65,6 +66,13 @@ class Question:
         itemsize = self.dtypes.param.itemsize
         whole = sum(p.numel() * min(itemsize, p.itemsize) for p in self.model.parameters())
         return whole // min(self.ranks, self.machine.per_host) if self.shared else whole
+
+    def sharing(self, grid: Grid) -> Grid:
+        """Return ``grid``, of which the axes within a host share memory, if ranks do."""
+        most = self.machine.per_host if self.shared else 0
+        shard = grid.shard._replace(shared=1 < grid.shard.size <= most)
+        copies = grid.replicate._replace(shared=grid.replicate.size > 1 and self.ranks <= most)
+        return Grid(shard, copies)
 
     def micro_batches(self, candidate: Candidate) -> int:
         """Micro-batches of a step on each rank."""
