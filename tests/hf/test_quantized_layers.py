@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from shardwise.hf import quantized_layers
-from shardwise.hf.quantized_layers import KERNELS, Linear4bit
+from shardwise.hf.quantized_layers import KERNELS, Linear4bit, Linear8bit
 from shardwise.plan.forecast.observe import observe
 from shardwise.plan.units.units import choose_units
 from shardwise.plan.units.wrap import by_class
@@ -60,6 +60,19 @@ def test_a_product_and_its_gradients_have_the_bits_of_bitsandbytes(
         return out
 
     assert all(map(torch.equal, gradients(one, x, one), gradients(one, x, reference)))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_an_8_bit_product_takes_its_input_in_any_shape(threshold: float) -> None:
+    """DeepSeek's projection of keys has four dimensions, which bitsandbytes takes for two."""
+    like = nn.Linear(8, 5)
+    one = Linear8bit(like, BitsAndBytesConfig(llm_int8_threshold=threshold), torch.device("cpu"))
+    codes, absmax = one.codes(like.weight.detach().reshape(-1))
+    one.weight.data, one.scales.data = codes.view(5, 8), one.packed(absmax)
+    x = numbers(0, (2, 3, 4, 8))
+    for trains in (True, False):  # bitsandbytes has two ways
+        one.train(trains)
+        torch.testing.assert_close(one(x), one(x.view(-1, 8)).view(2, 3, 4, 5), rtol=0, atol=0)
 
 
 def test_a_weight_is_written_where_it_stays_or_made_by_bitsandbytes_operator(

@@ -243,8 +243,9 @@ class Linear8bit(bnb.nn.Linear8bitLt):  # type: ignore[misc]
         if x.is_meta:
             state.threshold = 0.0  # which columns are outliers is a matter of values
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        output: Tensor = bnb.matmul(x, state.CB, bias=bias, state=state)
-        return output
+        rows = x.reshape(-1, x.shape[-1])  # bitsandbytes flattens three dimensions, and not four
+        output: Tensor = bnb.matmul(rows, state.CB, bias=bias, state=state)
+        return output.view(*x.shape[:-1], -1)
 
     @staticmethod
     def nbytes_of(values: int) -> int:
