@@ -459,14 +459,17 @@ def test_adapters_are_switched_while_they_train_as_on_a_plain_model() -> None:
         assert {n for n, v in sharded_values.items() if not torch.equal(v, values[n])} == set()
 
 
-def test_a_checkpoint_of_an_adapter_is_a_folder_of_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_an_adapter_is_a_folder_of_peft(tied: bool, tmp_path: Path) -> None:
     """It is resumed from, too; AutoModelForCausalLM finds the base by its configuration."""
     shape: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    shape["tie_word_embeddings"] = tied
     whole: Any = hf.LlamaForCausalLM(
         hf.LlamaConfig(vocab_size=50, num_attention_heads=2, num_key_value_heads=1, **shape)
     )
     whole.save_pretrained(tmp_path / "base")
     targets: Any = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    targets["ensure_weight_tying"] = tied  # peft stores the one weight by both of its names
 
     def base() -> Any:
         return hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -492,5 +495,5 @@ def test_a_checkpoint_of_an_adapter_is_a_folder_of_peft(tmp_path: Path) -> None:
     for model in (by_peft, by_transformers, resumed.model):
         states = model.state_dict().items()
         adapted = [v for name, v in states if "lora" in name or "modules_to_save" in name]
-        assert len(adapted) == 3
+        assert len(adapted) == 3 + tied
         assert all(bool((value == 3.0).all()) for value in adapted)

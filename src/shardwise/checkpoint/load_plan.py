@@ -82,7 +82,7 @@ def match(
     known: set[str | None] = set()
     for names, dtype, shape in tensors:
         name, stored_name = names[0], find_stored(names, stored, aliases)
-        known.update(names, [stored_name])
+        known.update(names, (aliases.get(n) for n in names))
         if wanted and not wanted(name):
             continue
         if stored_name is None:

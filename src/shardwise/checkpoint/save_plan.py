@@ -172,16 +172,16 @@ def _as_part(
     part: Part, shards: Sequence[LocalShard], aliases: Mapping[str, str]
 ) -> tuple[dict[str, list[LocalShard]], dict[str, str]]:
     """The tensors by the names and in the file of another library, the rest apart; and aliases."""
-    names = {s.entry.name: part.stored.get(s.entry.name, s.entry.name) for s in shards}
+    names = part.stored
+    every = {shard.entry.name: shard for shard in shards}  # and further names, where it has them
+    every |= {alias: every[name] for alias, name in aliases.items() if alias in names}
     by_stored_name = [
-        s._replace(entry=s.entry._replace(name=names[s.entry.name]))
-        for s in shards
-        if s.entry.name in part.stored
+        s._replace(entry=s.entry._replace(name=names[n])) for n, s in every.items() if n in names
     ]
-    rest = [s for s in shards if s.entry.name not in part.stored]
-    renamed = {name: stored for name, stored in names.items() if name != stored}
-    further = {alias: names[name] for alias, name in aliases.items()}
-    return {part.stem: by_stored_name} | ({REST: rest} if rest else {}), further | renamed
+    rest = [s for s in shards if s.entry.name not in names]
+    further = {alias: names.get(name, name) for alias, name in aliases.items()}
+    further |= {name: names[name] for name in every if names.get(name, name) != name}
+    return {part.stem: by_stored_name} | ({REST: rest} if rest else {}), further
 
 
 def sums_of(whole: Mapping[str, Tensor]) -> dict[str, int]:
