@@ -94,6 +94,18 @@ def test_of_those_that_wait_the_newest_is_uploaded_though_it_was_removed_meanwhi
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_checkpoint_that_is_gone_before_it_is_uploaded_is_said(tmp_path: Path) -> None:
+    url, saved = f"memory://{uuid.uuid4()}/run", tmp_path / "checkpoints" / "step-1"
+    mirror = Mirror(url, None)
+    mirror.add(saved)
+    assert "No such file" in mirror.take()[0].error
+    sw.shard(nn.Linear(3, 3)).save(saved)
+    for _ in range(3):  # one is on its way, one waits, one takes its place
+        mirror.add(saved)
+        shutil.rmtree(saved.parent / ".step-1.mirror", ignore_errors=True)
+    assert all(one.url == url or not one.error for one in mirror.take(wait=True))
+
+
 def test_a_store_that_fails_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
     records = run(tmp_path, "--checkpoint.mirror=nosuch://bucket", "--checkpoint.resume=never")
     failed = [record for record in records if isinstance(record, Mirrored)]

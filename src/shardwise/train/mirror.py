@@ -45,17 +45,22 @@ class Mirror:
         self._thread = ThreadPoolExecutor(1, "shardwise-mirror")
         self._uploading: Future[Mirrored] | None = None
         self._waiting: Path | None = None  # a folder of links
+        self._failed: list[Mirrored] = []  # without an upload, since the last ``take``
 
     def add(self, checkpoint: Path) -> None:
         """Upload a complete checkpoint, when the one before is done."""
         if self._waiting is not None:
-            shutil.rmtree(self._waiting.parent)
-        self._waiting = _linked(checkpoint)
+            shutil.rmtree(self._waiting.parent, ignore_errors=True)
+            self._waiting = None
+        try:
+            self._waiting = _linked(checkpoint)
+        except OSError as error:  # it is gone, or the disk is full and has no links
+            self._failed.append(Mirrored(self._url, 0.0, f"linking {checkpoint} failed: {error}"))
         self._start()
 
     def take(self, wait: bool = False) -> list[Mirrored]:
         """Return what was uploaded since the last call; ``wait`` for all."""
-        done = []
+        done, self._failed = self._failed, []
         while (future := self._uploading) is not None and (wait or future.done()):
             done.append(future.result())
             self._uploading = None
@@ -73,7 +78,7 @@ class Mirror:
             url, error = upload(links, self._url, self._limit).url, ""
         except CheckpointError as failure:
             url, error = self._url, str(failure)
-        shutil.rmtree(links.parent)
+        shutil.rmtree(links.parent, ignore_errors=True)
         return Mirrored(url, time.perf_counter() - began, error)
 
 
