@@ -306,6 +306,21 @@ def test_a_run_that_is_told_to_end_saves_and_says_with_what_status_it_goes_on(
     assert "run is already complete (4 steps)" in capsys.readouterr().out
 
 
+def test_a_finished_run_that_a_crash_left_partly_moved_is_whole_before_it_is_called_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, folder = str(recipe_file(tmp_path)), tmp_path / "run"
+    assert ended(recipe, "checkpoint.save_every=2") == 0
+    before = sorted(path.name for path in folder.iterdir())
+    (folder / ".replacing").mkdir()
+    for name in ("metrics.jsonl", "checkpoints"):
+        (folder / name).rename(folder / ".replacing" / name)
+    capsys.readouterr()
+    assert ended(recipe, "checkpoint.save_every=2", "--nproc", "2") == 0
+    assert "run is already complete (4 steps)" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
 def test_a_request_to_save_is_no_death_before_there_is_anything_to_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

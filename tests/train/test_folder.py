@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train import folder as of_folder
-from shardwise.train.folder import RECIPE, RESULTS, Folder, locate
+from shardwise.train.folder import RECIPE, RESULTS, Folder
 
 
 def names(folder: Path) -> list[str]:
@@ -172,7 +172,6 @@ def test_a_crash_at_any_moment_of_moving_leaves_the_earlier_run_as_it_was(
         if not crashes(Folder(place), at):
             assert at == len(RESULTS) + 2  # with the checkpoints; and what holds all gets its name
             return
-        assert locate(place, RECIPE).read_text("utf-8") == f"old {RECIPE}"
         with Folder.locked(place):
             after = contents(place)
         assert {name: after[name] for name in before} == before

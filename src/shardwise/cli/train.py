@@ -146,14 +146,18 @@ def _is_to_run(recipe: Recipe, ranks: int) -> bool:
     with importing():
         from shardwise.cli.format_records import format_record
         from shardwise.train.batches import accumulation
+        from shardwise.train.folder import Folder
         from shardwise.train.records import Complete
-        from shardwise.train.start import Start, decide_start, finished_steps
+        from shardwise.train.start import Start, decide_start, finished_steps, holds_run
         from shardwise.train.streams import streams_per_rank
 
     accumulation(recipe.batch, ranks)
     streams_per_rank(recipe, ranks)
-    if decide_start(recipe) is not Start.FINISHED:
+    if not holds_run(recipe):
         return True
+    with Folder.locked(recipe.run.folder):
+        if decide_start(recipe) is not Start.FINISHED:
+            return True
     steps = finished_steps(Path(recipe.run.folder).expanduser()) or recipe.run.steps
     click.echo("\n".join(format_record(Complete(recipe.run.folder, steps))))
     return False

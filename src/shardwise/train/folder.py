@@ -57,12 +57,6 @@ def errors_naming(path: Path) -> Iterator[None]:
         raise
 
 
-def locate(path: Path, name: str) -> Path:
-    """The file ``name`` of the run in ``path``, even if a crash left the run partly moved."""
-    moved = path / REPLACING / name
-    return moved if moved.exists() else path / name
-
-
 def is_locked(path: Path) -> bool:
     """Test whether a process runs in the folder ``path``; it may be on another machine."""
     try:

@@ -31,7 +31,7 @@ from shardwise.checkpoint.folder import checkpoints
 from shardwise.errors import ConfigError
 from shardwise.recipe.read import flatten
 from shardwise.recipe.recipe import Recipe, keys
-from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE, locate
+from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE
 from shardwise.train.records import plural
 
 IDENTITY_KEYS = (
@@ -88,6 +88,8 @@ FIRST_ATTEMPT = Attempt()
 def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
     """Decide how a run of ``recipe`` starts; writes nothing.
 
+    ``Folder.locked`` comes first: a crash may have left an earlier run partly moved.
+
     Args:
         restarted: the launcher has restarted the ranks of this run.
 
@@ -105,7 +107,7 @@ def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
             f"run.folder {path} holds an earlier run, and checkpoint.resume is never; "
             f"{OVERWRITE_HINT}"
         )
-    earlier = _read(locate(path, RECIPE))
+    earlier = _read(path / RECIPE)
     check_same_run(earlier, recipe, f"run.folder {path} holds an earlier run")
     finished = finished_steps(path)
     if finished is not None and _is_long_enough(finished, earlier, recipe):
@@ -155,7 +157,7 @@ def _is_interrupted(recipe: Recipe, path: Path) -> bool:
     if recipe.checkpoint.resume == "never" or finished_steps(path) is not None:
         return False
     try:
-        return not differences(_read(locate(path, RECIPE)), recipe)
+        return not differences(_read(path / RECIPE), recipe)
     except ConfigError:  # its recipe cannot be read
         return False
 
@@ -194,7 +196,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 def finished_steps(path: Path) -> int | None:
     """The steps of the run in ``path`` if its last record says that it finished."""
     try:
-        last = locate(path, METRICS).read_bytes().rsplit(b"\n", 2)[-2]
+        last = (path / METRICS).read_bytes().rsplit(b"\n", 2)[-2]
         record = json.loads(last)
         return int(record["steps"]) if record["record"] == "finished" else None
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
