@@ -107,6 +107,25 @@ def test_what_is_no_new_token_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
+def test_a_table_that_the_adapter_trains_in_another_way_is_refused_on_every_rank(
+    key: str, name: str, tied: bool, tmp_path: Path
+) -> None:
+    """peft refused it in words of its own; or not before the first step, where both are tied."""
+    folder = tiny("llama", tmp_path, tie_word_embeddings=tied)
+    names: Any = {"target_modules": ["q_proj"]} | {key: ["up_proj", name]}
+    config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **names)
+
+    def rank(comm: Comm) -> str:
+        load = partial(sw.hf.load, folder, lora=config, new_tokens=NEW[:1], comm=comm)
+        return error_text(sw.ConfigError, load)
+
+    for text in run_threads(2, rank):
+        assert f"Leave {name!r} out of {key}" in text
+
+
 def test_one_that_is_named_twice_has_one_row(tmp_path: Path) -> None:
     loaded = sw.hf.load(tiny("llama", tmp_path), lora=lora(), new_tokens=NEW[:1] * 2)
     assert loaded.model.peft_config["default"].trainable_token_indices["embed_tokens"] == [300]

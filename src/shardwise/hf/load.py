@@ -59,7 +59,7 @@ from shardwise.hf.folder import (
     new_model,
     tokenizer_of,
 )
-from shardwise.hf.new_tokens import add_tokens
+from shardwise.hf.new_tokens import add_tokens, check_tables
 from shardwise.hf.preparation import check_compute, prepare
 from shardwise.hf.quantized import Quantized, quantize
 from shardwise.hf.quantized_weights import QuantizedWeights
@@ -307,6 +307,7 @@ def _adapted(
     if lora is None:
         return model, None
     if changes.new_tokens:
+        check_tables(model, lora, changes.new_tokens)
         ids = add_tokens(model, tokenizer, changes.new_tokens, places)
         lora = replace(lora, trainable_token_indices=ids)
     return add_adapter(model, lora)

@@ -7,12 +7,16 @@ files, and the adapter's folder holds the new ones alone.
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.hf.targets import match_targets
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 T = TypeVar("T")
 
@@ -53,6 +57,19 @@ def add_tokens(
         tables = tables[:1]
     names = (name.rpartition(".")[2] for name, module in model.named_modules() if module in tables)
     return dict.fromkeys(names, ids)
+
+
+def check_tables(model: Any, lora: LoraConfig, tokens: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if ``lora`` trains a table that is to get rows of new tokens."""
+    tables = {name for name, module in model.named_modules() if module in _tables(model)}
+    for row in match_targets(lora, model).rows:
+        key = "modules_to_save" if row.trained_whole else "target_modules"
+        for table in sorted(tables & {*row.paths}):
+            raise ConfigError(
+                f"new_tokens ({', '.join(tokens)}) train their own rows of the embedding and the "
+                f"head, and {row.target!r} of {key} is {table}, which peft cannot train in two "
+                f"ways, nor apart from what is tied to it. Leave {row.target!r} out of {key}."
+            )
 
 
 def _tables(model: Any) -> list[Any]:
