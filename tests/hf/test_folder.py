@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.hf.folder import config_of, locate, new_model
+from shardwise.hf.folder import config_of, locate, new_model, tokenizer_of
 from tests.hf.folders import tiny
 
 
@@ -103,6 +103,34 @@ def test_a_model_that_cannot_be_trained_as_it_is_is_refused(
     with pytest.raises(ConfigError) as caught:
         config_of(tmp_path)
     assert text in str(caught.value)
+
+
+def test_a_configuration_of_which_transformers_makes_no_model_is_refused(tmp_path: Path) -> None:
+    path = tiny("llama", tmp_path) / "config.json"
+    config = json.loads(path.read_text("utf-8")) | {"hidden_act": "none"}
+    path.write_text(json.dumps(config), "utf-8")
+    with pytest.raises(ConfigError, match=r"makes no model of .*config.json: KeyError: 'none'\. "):
+        new_model(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("tokenizer.json", None, "Couldn't instantiate the backend tokenizer"),
+        ("tokenizer.json", "", "JSONDecodeError: Expecting value"),
+        ("tokenizer.json", "{}", ": "),
+        ("tokenizer_config.json", "[]", ": "),
+    ],
+)
+def test_a_tokenizer_that_is_damaged_is_refused(
+    tmp_path: Path, name: str, content: str | None, text: str
+) -> None:
+    path = tiny("llama", tmp_path) / name
+    path.unlink() if content is None else path.write_text(content, "utf-8")
+    with pytest.raises(ConfigError, match=r"reads no tokenizer in .* copy them again") as caught:
+        tokenizer_of(tmp_path)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_model_of_another_kind_is_told_where_it_can_be_trained() -> None:

@@ -117,6 +117,22 @@ def test_in_another_dtype_it_is_what_transformers_loads(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+def test_experts_are_computed_in_float64_too(architecture: str, tmp_path: Path) -> None:
+    """Of which torch multiplies no groups."""
+    folder, ids = tiny(architecture, tmp_path), batch(0, 2)
+
+    def rank(comm: Comm) -> Tensor:
+        model = sw.hf.load(folder, comm=comm, dtype=torch.float64).model
+        logits: Tensor = model(input_ids=ids).logits
+        logits.sum().backward()
+        return logits.detach()
+
+    expected = plain(folder)(input_ids=ids).logits.double()
+    for logits in run_threads(2, rank):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_folder_s_generation_config_and_tokenizer_come_along(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path)
     hf.GenerationConfig(max_new_tokens=3, eos_token_id=5).save_pretrained(folder)

@@ -19,6 +19,7 @@ SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 """Patterns of configuration and tokenizer."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+ORIGINAL = f"Compare {CONFIG} with that of the original model."
 BOTH_DIRECTIONS = {"bert-generation", "xlnet"}
 """Types of models that read later tokens, too, beside those that can be trained with masks."""
 
@@ -109,23 +110,30 @@ def _errors_of_the_hub(name: str, revision: str | None) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _errors_of_transformers(fact: str, advice: str) -> Iterator[None]:
+    """Raises them as ``ConfigError``: of a file that says what it should not they may be any."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except Exception as error:
+        why = (isinstance(error, StrictDataclassError) and error.__cause__) or error
+        reason = (str(why).strip() or "no reason given").splitlines()[0].rstrip(" :.")
+        raise ConfigError(f"{fact}: {type(why).__name__}: {reason}. {advice}") from error
+
+
 def config_of(folder: Path) -> Any:
     """The configuration of the model in ``folder``.
 
     Raises:
         ConfigError: transformers has no such model, or its weights are quantised.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    try:
+    fact = "describes no model of this version of transformers, which runs no code of a folder"
+    with _errors_of_transformers(f"{folder / CONFIG} {fact}", ORIGINAL):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        why = error.__cause__ if isinstance(error, StrictDataclassError) else error
-        raise ConfigError(
-            f"{folder / CONFIG} describes no model of this version of transformers, which runs no "
-            f"code of a folder: {str(why).strip().splitlines()[0]}"
-        ) from error
     for key in SIZES:
         size = getattr(config.get_text_config(), key, None)
         if isinstance(size, int) and size < 1:
@@ -143,7 +151,8 @@ def new_model(config: Any, **options: Any) -> Any:
     """A new model of a configuration, by ``AutoModelForCausalLM.from_config``.
 
     Raises:
-        ConfigError: it is no causal language model's, or one that reads in both directions.
+        ConfigError: it is no causal language model's, or one that reads in both directions, or its
+            values make none.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -161,7 +170,9 @@ def new_model(config: Any, **options: Any) -> Any:
             "config.json, if it has that; or train it with masked tokens, in a loop of your own, "
             "by sw.shard(model)."
         )
-    return AutoModelForCausalLM.from_config(config, **options)
+    fact = f"transformers makes no model of {Path(config.name_or_path) / CONFIG}"
+    with _errors_of_transformers(fact, ORIGINAL):
+        return AutoModelForCausalLM.from_config(config, **options)
 
 
 def _reads_ahead(config: Any) -> bool:
@@ -173,10 +184,16 @@ def _reads_ahead(config: Any) -> bool:
     return encodes and not masks and not getattr(config, "is_encoder_decoder", False)
 
 
-def tokenizer_of(folder: Path) -> Any:
-    """Its tokenizer, of ``transformers``; ``None`` if the folder has none."""
+def tokenizer_of(folder: Path, **options: Any) -> Any:
+    """Its tokenizer, of ``transformers``; ``None`` if the folder has none.
+
+    Raises:
+        ConfigError: its files are damaged, or one is missing.
+    """
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in TOKENIZER):
         return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    fact = f"transformers reads no tokenizer in {folder}"
+    with _errors_of_transformers(fact, "If its files are damaged, copy them again."):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)

@@ -325,6 +325,8 @@ def _empty(config: Any, dtype: torch.dtype | None, folder: Path) -> Any:
     dtype = dtype or config.dtype or _stored_dtype(folder)
     with _GLOBALS, torch.device("meta"):
         model = new_model(config, dtype=dtype)
+    if dtype is torch.float64 and config._experts_implementation == "grouped_mm":
+        model.set_experts_implementation("eager")  # torch multiplies no groups of float64
     for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern.replace("*", ".*"), name):

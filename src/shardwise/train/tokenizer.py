@@ -136,9 +136,9 @@ def of_transformers(
     hf = library("transformers", "a data.format of samples", "hf")
     folder = Path(config.source or "").expanduser()
     if config.source and (folder / "tokenizer_config.json").exists():
-        tokenizer: PreTrainedTokenizerBase = hf.AutoTokenizer.from_pretrained(
-            folder, eos_token=config.end
-        )
+        from shardwise.hf.folder import tokenizer_of
+
+        tokenizer: PreTrainedTokenizerBase = tokenizer_of(folder, eos_token=config.end)
         tokenizer.add_tokens(list(added))
         return tokenizer
     fast: PreTrainedTokenizerBase = hf.PreTrainedTokenizerFast(
