@@ -117,6 +117,13 @@ def test_in_another_dtype_it_is_what_transformers_loads(tmp_path: Path) -> None:
     }
 
 
+def test_settings_of_generation_that_are_damaged_are_refused(tmp_path: Path) -> None:
+    (tiny("llama", tmp_path) / "generation_config.json").write_text("{", "utf-8")
+    text = error_text(sw.ConfigError, lambda: sw.hf.load(tmp_path))
+    assert f"transformers cannot read {tmp_path}/generation_config.json: OSError: It looks" in text
+    assert "Mend it, or remove it." in text
+
+
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
 def test_experts_are_computed_in_float64_too(architecture: str, tmp_path: Path) -> None:
     """Of which torch multiplies no groups."""

@@ -111,7 +111,7 @@ def _errors_of_the_hub(name: str, revision: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _errors_of_transformers(fact: str, advice: str) -> Iterator[None]:
+def errors_of_transformers(fact: str, advice: str) -> Iterator[None]:
     """Raises them as ``ConfigError``: of a file that says what it should not they may be any."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -132,7 +132,7 @@ def config_of(folder: Path) -> Any:
     from transformers import AutoConfig
 
     fact = "describes no model of this version of transformers, which runs no code of a folder"
-    with _errors_of_transformers(f"{folder / CONFIG} {fact}", ORIGINAL):
+    with errors_of_transformers(f"{folder / CONFIG} {fact}", ORIGINAL):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     for key in SIZES:
         size = getattr(config.get_text_config(), key, None)
@@ -171,7 +171,7 @@ def new_model(config: Any, **options: Any) -> Any:
             "by sw.shard(model)."
         )
     fact = f"transformers makes no model of {Path(config.name_or_path) / CONFIG}"
-    with _errors_of_transformers(fact, ORIGINAL):
+    with errors_of_transformers(fact, ORIGINAL):
         return AutoModelForCausalLM.from_config(config, **options)
 
 
@@ -195,5 +195,5 @@ def tokenizer_of(folder: Path, **options: Any) -> Any:
     if not any((folder / name).is_file() for name in TOKENIZER):
         return None
     fact = f"transformers reads no tokenizer in {folder}"
-    with _errors_of_transformers(fact, "If its files are damaged, copy them again."):
+    with errors_of_transformers(fact, "If its files are damaged, copy them again."):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)

@@ -55,6 +55,7 @@ from shardwise.hf.folder import (
     SMALL,
     config_of,
     dtype_on_hub,
+    errors_of_transformers,
     locate,
     new_model,
     tokenizer_of,
@@ -331,8 +332,9 @@ def _empty(config: Any, dtype: torch.dtype | None, folder: Path) -> Any:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept_dtype)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (file := folder / "generation_config.json").is_file():
+        with errors_of_transformers(f"transformers cannot read {file}", "Mend it, or remove it."):
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.use_cache = False
     return model
 
