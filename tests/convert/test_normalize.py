@@ -187,6 +187,15 @@ def test_state_by_name_must_fit_the_weight(owner: str) -> None:
         name_numbered(state)
 
 
+def test_state_in_blocks_is_said_to_be_an_8_bit_optimizer_s() -> None:
+    kept = {"state1": torch.ones(512, dtype=torch.uint8), "absmax1": torch.ones(2)}
+    optim = {"state": {"a": kept}, "param_groups": [{"params": ["a"]}]}
+    state = normalize([tree_of({"model": {"a": torch.ones(512)}, "optim": optim})])
+    text = "It is an 8-bit optimizer's, in blocks; import the weights alone"
+    with pytest.raises(sw.CheckpointError, match=text):
+        name_numbered(state)
+
+
 def test_state_of_a_number_that_no_group_has_is_refused() -> None:
     optim = {"state": {7: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
     state = normalize([tree_of({"model": {"a": torch.ones(2)}, "optim": optim})])

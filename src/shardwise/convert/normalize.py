@@ -192,12 +192,12 @@ def name_numbered(state: NormalizedState) -> None:
     grouped = {param for group in state.groups for param in group.params}
     for name, values in state.state.items():
         shapes = {value.shape for value in values.values() if isinstance(value, TorchTensor)}
-        fits = name in state.weights and shapes <= {(), state.weights[name].shape}
-        if not fits or name not in grouped:
+        if name not in grouped & state.weights.keys() or shapes - {(), state.weights[name].shape}:
+            whose = "an 8-bit optimizer's, in blocks" if "absmax1" in values else "another model's"
             raise CheckpointError(
                 f"the optimizer has state of {name!r}, and there is no weight of that name and the "
-                "state's shape, or none of its groups has it. It is another model's; or import the "
-                "weights alone."
+                f"state's shape, or none of its groups has it. It is {whose}; import the weights "
+                "alone."
             )
 
 
