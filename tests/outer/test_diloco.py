@@ -397,6 +397,37 @@ def test_the_start_of_a_model_in_bfloat16_stays_float32_where_flat_state_is_load
     run_workers([1], run)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_start_of_a_model_in_bfloat16_is_float32_again_after_a_state_dict(flat: bool) -> None:
+    """torch loads all state in a parameter's dtype, in which small moves of the start are lost."""
+
+    def run(worker: Worker) -> None:
+        net = plain_model().bfloat16()
+        sharded = sw.shard(net, comm=worker.comm)
+
+        def new_optimizer() -> torch.optim.Optimizer:
+            return sw.optim.AdamW(sharded) if flat else torch.optim.AdamW(net.parameters())
+
+        def step(optimizer: torch.optim.Optimizer, outer: sw.DiLoCo) -> None:
+            net(batch(0, 0, 0).bfloat16()).square().mean().backward()
+            optimizer.step()
+            outer.step()
+
+        first, second = new_optimizer(), new_optimizer()
+        outer = worker.outer(sharded, first, every=1)
+        step(first, outer)
+        step(first, outer)
+        outer.close()
+        second.load_state_dict(first.state_dict())
+        outer = worker.outer(sharded, second, every=1)
+        step(second, outer)
+        outer.close()
+        for param in net.parameters():
+            assert {second.state[param][key].dtype for key in (START, MOMENTUM)} == {torch.float32}
+
+    run_workers([2], run)
+
+
 def test_a_worker_that_is_to_stop_waits_for_nobody() -> None:
     stop, left = threading.Event(), threading.Event()
 

@@ -72,6 +72,8 @@ class CommonStart:
         """The state of a parameter that holds its start, and its momentum once there is any."""
         state: dict[str, Any] = self._optimizer.state.get(param) or {}
         if START in state:
+            for key in {START, MOMENTUM} & state.keys():  # torch loads all in a parameter's dtype
+                state[key] = state[key].float()
             return state
         if param not in self._before:
             with disable_torch_function():

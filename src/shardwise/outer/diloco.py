@@ -104,6 +104,7 @@ class DiLoCo:
     ) -> None:
         self._sharded, self._comm, self._optimizer = sharded, sharded.comm, optimizer
         self._lr, self._momentum, self._wire = outer_lr, outer_momentum, wires.check_wire(wire)
+        self._rest()  # what was loaded may be state of whole parameters
         self._start = CommonStart(sharded.buckets, optimizer, sharded.comm)
         nbytes = {unit: wires.nbytes(numel, wire) for unit, numel in self._start.numels.items()}
         self.schedule = OuterSchedule.spread(nbytes, every, delay)
