@@ -53,6 +53,7 @@ def test_a_run_that_died_when_it_had_begun_to_fetch_goes_on_by_the_same_command(
         download(url, fetched)
     again = run(tmp_path, f"--checkpoint.mirror={url}", "--run.steps=6")
     assert [r.step for r in again if isinstance(r, Resumed)] == [4]
+    assert not list(fetched.glob(".*"))
 
 
 def test_another_run_is_refused_at_the_mirror_of_this_one_whatever_its_folder(

@@ -33,7 +33,7 @@ from shardwise.train.folder import CHECKPOINTS, RECIPE
 from shardwise.train.hf_config import config_texts
 from shardwise.train.job import Job
 from shardwise.train.length import is_multiple
-from shardwise.train.mirror import Mirror, remove_links
+from shardwise.train.mirror import Mirror, remove_unfinished
 from shardwise.train.records import Record, Resumed, Saved, Warned, plural
 from shardwise.train.start import OVERWRITE_HINT, Start, check_same_run
 from shardwise.train.streams import Position
@@ -93,7 +93,7 @@ class Checkpoints:
         config = job.recipe.checkpoint
         self._mirror = None
         if config.mirror is not None and job.sharded.comm.rank == 0:
-            remove_links(self._folder)
+            remove_unfinished(self._folder, "mirror")
             self._mirror = Mirror(config.mirror, config.save_total_limit)
 
     # ---- resume ------------------------------------------------------------------------------
@@ -133,11 +133,11 @@ class Checkpoints:
         url = config.mirror
 
         def fetch() -> bool:
-            if start is Start.NEW and (self._folder.parent / RECIPE).exists():  # to be replaced
-                return False
-            if not checkpoints(self._folder) and remote_checkpoints(url):
+            is_replaced = start is Start.NEW and (self._folder.parent / RECIPE).exists()
+            if not is_replaced and not checkpoints(self._folder) and remote_checkpoints(url):
                 download(url, self._folder)
-            return bool(checkpoints(self._folder))
+            remove_unfinished(self._folder, "download")
+            return not is_replaced and bool(checkpoints(self._folder))
 
         return Start.RESUME if run_on_rank_0(comm, "the mirror of checkpoints", fetch) else start
 

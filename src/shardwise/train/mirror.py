@@ -82,9 +82,12 @@ class Mirror:
         return Mirrored(url, time.perf_counter() - began, error)
 
 
-def remove_links(checkpoints: Path) -> None:
-    """Remove what a run that was killed was uploading: links would keep those files for ever."""
-    for hidden in checkpoints.glob(".*.mirror"):
+def remove_unfinished(checkpoints: Path, kind: str) -> None:
+    """Remove what a run that was killed was uploading (``"mirror"``), or fetching (``"download"``).
+
+    Links would keep their files for ever, and no download of what the mirror had then goes on.
+    """
+    for hidden in checkpoints.glob(f".*.{kind}"):
         shutil.rmtree(hidden, ignore_errors=True)
 
 
