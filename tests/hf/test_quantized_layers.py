@@ -73,6 +73,7 @@ def test_an_8_bit_product_takes_its_input_in_any_shape(threshold: float) -> None
     for trains in (True, False):  # bitsandbytes has two ways
         one.train(trains)
         torch.testing.assert_close(one(x), one(x.view(-1, 8)).view(2, 3, 4, 5), rtol=0, atol=0)
+        assert one(x[:0]).shape == (0, 3, 4, 5)  # an expert to which no token goes
 
 
 def test_a_weight_is_written_where_it_stays_or_made_by_bitsandbytes_operator(

@@ -245,7 +245,7 @@ class Linear8bit(bnb.nn.Linear8bitLt):  # type: ignore[misc]
         bias = None if self.bias is None else self.bias.to(x.dtype)
         rows = x.reshape(-1, x.shape[-1])  # bitsandbytes flattens three dimensions, and not four
         output: Tensor = bnb.matmul(rows, state.CB, bias=bias, state=state)
-        return output.view(*x.shape[:-1], -1)
+        return output.view(*x.shape[:-1], output.shape[-1])
 
     @staticmethod
     def nbytes_of(values: int) -> int:
