@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import shutil
 import uuid
 from pathlib import Path
@@ -105,6 +106,21 @@ def test_a_checkpoint_that_is_gone_before_it_is_uploaded_is_said(tmp_path: Path)
         mirror.add(saved)
         shutil.rmtree(saved.parent / ".step-1.mirror", ignore_errors=True)
     assert all(one.url == url or not one.error for one in mirror.take(wait=True))
+
+
+def test_of_a_checkpoint_that_could_not_be_copied_nothing_takes_up_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(_: Path, target: Path, **__: object) -> None:
+        target.mkdir(parents=True)
+        (target / "model.safetensors").write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", copied)
+    mirror = Mirror(f"memory://{uuid.uuid4()}/run", None)
+    mirror.add(tmp_path / "step-1")
+    assert "No space left" in mirror.take()[0].error
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_store_that_fails_is_said_and_the_run_goes_on(tmp_path: Path) -> None:

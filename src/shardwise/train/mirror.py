@@ -93,9 +93,13 @@ def remove_unfinished(checkpoints: Path, kind: str) -> None:
 
 def _linked(checkpoint: Path) -> Path:
     """A hidden folder beside a checkpoint, with links to its files under its own name."""
-    links = checkpoint.parent / f".{checkpoint.name}.mirror" / checkpoint.name
-    shutil.copytree(checkpoint, links, copy_function=_link)
-    return links
+    hidden = checkpoint.parent / f".{checkpoint.name}.mirror"
+    try:
+        shutil.copytree(checkpoint, hidden / checkpoint.name, copy_function=_link)
+    except OSError:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return hidden / checkpoint.name
 
 
 def _link(source: str, target: str) -> None:
