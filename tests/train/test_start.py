@@ -171,3 +171,15 @@ def test_to_go_back_within_a_run_is_refused(tmp_path: Path) -> None:
         decide_start(
             again.model_copy(update={"run": again.run.model_copy(update={"overwrite": True})})
         )
+
+
+def test_checkpoints_that_were_fetched_begin_a_run_that_may_resume_from_them(
+    tmp_path: Path,
+) -> None:
+    """Others would be taken for those of the run that begins beside them."""
+    mirror = "checkpoint.mirror=memory://run"
+    recipe = tiny_recipe(tmp_path, mirror)
+    (Path(recipe.run.folder) / "checkpoints" / "step-4").mkdir(parents=True)
+    assert decide_start(recipe) is Start.NEW
+    with pytest.raises(ConfigError, match="it is not an earlier run"):
+        decide_start(tiny_recipe(tmp_path, mirror, "checkpoint.resume=never"))

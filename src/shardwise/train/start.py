@@ -140,9 +140,9 @@ def holds_run(recipe: Recipe) -> bool:
 
     Checkpoints alone are what an attempt that ended early has fetched from the mirror.
     """
-    path = Path(recipe.run.folder).expanduser()
+    path, config = Path(recipe.run.folder).expanduser(), recipe.checkpoint
     entries = _entries(path)
-    if entries == [CHECKPOINTS] and recipe.checkpoint.mirror is not None:
+    if entries == [CHECKPOINTS] and config.mirror is not None and config.resume == "auto":
         return False
     if entries and RECIPE not in entries:
         raise ConfigError(
