@@ -195,5 +195,5 @@ def tokenizer_of(folder: Path, **options: Any) -> Any:
     if not any((folder / name).is_file() for name in TOKENIZER):
         return None
     fact = f"transformers reads no tokenizer in {folder}"
-    with errors_of_transformers(fact, "If its files are damaged, copy them again."):
+    with errors_of_transformers(fact, "If files of it are damaged or missing, copy them again."):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)

@@ -75,7 +75,7 @@ def is_locked(path: Path) -> bool:
 
 
 class Folder:
-    """A run's folder. Only rank 0 has one."""
+    """A run's folder. Rank 0 has one, and before it the launcher."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
