@@ -94,11 +94,9 @@ def test_a_batch_of_no_whole_rows_is_one_that_splits_and_the_plan_says_so(
     assert report["candidate"]["micro_batch"] > 1
     _, out, _ = plan(capsys, config, *few, "1Ktok")
     assert "a step has 1,024 tokens, and not the 1,000 asked for" in out
-    _, out, _ = plan(capsys, config, *few, "960", "--json")  # 15 rows: no power of two but 1
-    report = json.loads(out)
-    assert (report["step_tokens"], report["asked"]) == (960, 960)
-    assert report["candidate"]["micro_batch"] in (3, 5, 15)
-    assert "asked for" not in plan(capsys, config, *few, "960")[1]
+    _, out, _ = plan(capsys, config, *few, "960")  # 15 rows: no power of two but 1
+    assert re.search(r"with zero1, (3|5|15) rows", out)
+    assert "asked for" not in out
 
 
 def test_a_row_has_two_tokens_at_least(capsys: pytest.CaptureFixture[str]) -> None:
