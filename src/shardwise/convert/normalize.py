@@ -189,10 +189,10 @@ def name_numbered(state: NormalizedState) -> None:
         state.state = {name_of[number]: values for number, values in state.state.items()}
         for group in state.groups:
             group.params = [name_of[number] for number in group.params]
-    grouped = {param for group in state.groups for param in group.params}
+    known = state.weights.keys() & {param for group in state.groups for param in group.params}
     for name, values in state.state.items():
         shapes = {value.shape for value in values.values() if isinstance(value, TorchTensor)}
-        if name not in grouped & state.weights.keys() or shapes - {(), state.weights[name].shape}:
+        if name not in known or shapes - {(), state.weights[name].shape}:
             whose = "an 8-bit optimizer's, in blocks" if "absmax1" in values else "another model's"
             raise CheckpointError(
                 f"the optimizer has state of {name!r}, and there is no weight of that name and the "
