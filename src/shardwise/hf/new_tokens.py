@@ -55,16 +55,15 @@ def add_tokens(
     ids, tables = tokenizer.convert_tokens_to_ids(tokens), _tables(model)
     if tables[0].weight is tables[1].weight:  # peft follows the tie
         tables = tables[:1]
-    names = (name.rpartition(".")[2] for name, module in model.named_modules() if module in tables)
-    return dict.fromkeys(names, ids)
+    return {name.rpartition(".")[2]: ids for name in _names(model, tables)}
 
 
 def check_tables(model: Any, lora: LoraConfig, tokens: Sequence[str]) -> None:
     """Raise ``ConfigError`` if ``lora`` trains a table that is to get rows of new tokens."""
-    tables = {name for name, module in model.named_modules() if module in _tables(model)}
+    tables = _names(model, _tables(model))
     for row in match_targets(lora, model).rows:
         key = "modules_to_save" if row.trained_whole else "target_modules"
-        for table in sorted(tables & {*row.paths}):
+        for table in sorted({*tables} & {*row.paths}):
             raise ConfigError(
                 f"new_tokens ({', '.join(tokens)}) train their own rows of the embedding and the "
                 f"head, and {row.target!r} of {key} is {table}, which peft cannot train in two "
@@ -75,3 +74,7 @@ def check_tables(model: Any, lora: LoraConfig, tokens: Sequence[str]) -> None:
 def _tables(model: Any) -> list[Any]:
     """The embedding, and the head."""
     return [model.get_input_embeddings(), model.get_output_embeddings()]
+
+
+def _names(model: Any, tables: Sequence[Any]) -> list[str]:
+    return [name for name, module in model.named_modules() if module in tables]
