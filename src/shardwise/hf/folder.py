@@ -19,7 +19,7 @@ SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 """Patterns of configuration and tokenizer."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-ORIGINAL = f"Compare {CONFIG} with that of the original model."
+COMPARE_CONFIG = f"Compare {CONFIG} with that of the original model."
 BOTH_DIRECTIONS = {"bert-generation", "xlnet"}
 """Types of models that read later tokens, too, beside those that can be trained with masks."""
 
@@ -132,7 +132,7 @@ def config_of(folder: Path) -> Any:
     from transformers import AutoConfig
 
     fact = "describes no model of this version of transformers, which runs no code of a folder"
-    with errors_of_transformers(f"{folder / CONFIG} {fact}", ORIGINAL):
+    with errors_of_transformers(f"{folder / CONFIG} {fact}", COMPARE_CONFIG):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     for key in SIZES:
         size = getattr(config.get_text_config(), key, None)
@@ -171,7 +171,7 @@ def new_model(config: Any, **options: Any) -> Any:
             "by sw.shard(model)."
         )
     fact = f"transformers makes no model of {Path(config.name_or_path) / CONFIG}"
-    with errors_of_transformers(fact, ORIGINAL):
+    with errors_of_transformers(fact, COMPARE_CONFIG):
         return AutoModelForCausalLM.from_config(config, **options)
 
 

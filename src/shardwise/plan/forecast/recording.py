@@ -290,7 +290,7 @@ class Recording(TorchDispatchMode):
         begins, begun = self._coming(), list[int]()
         for place in reversed(range(len(self.cues))):
             ended = [call for call in reversed(begun) if place <= self._inputs[call]]
-            begun = [call for call in begun if call not in ended]
+            begun = [call for call in begun if place > self._inputs[call]]
             started = [place] if place in begins else []
             begun += [begins[end] for end in started]
             yield [len(self.cues) - 1 - number for number in (*ended, *started)]
