@@ -23,6 +23,7 @@ CALLS = {
     "simplefilter",
     "watch_compiler",
     "mallopt",
+    "sched_setscheduler",
 }
 ATTRIBUTES = {"__class__", "forward", "__deepcopy__", "excepthook"}
 

@@ -432,3 +432,30 @@ def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(watchdog, "FIRST_CHECK", 0.05)
     with pytest.raises(RanksDisagree, match="rank 1 has not come within 0 s while rank 0 waits at"):
         gloo.GlooComm(0, 2, HashStore(), 0.1)
+
+
+def classes_of_threads(rank: int, world: int, folder: str) -> list[tuple[str, bool]]:
+    with gloo_group(rank, world, folder):
+        before = set(Path("/proc/self/task").iterdir())
+        with over(dist.group.WORLD, transport="messages"):
+            new = [task for task in Path("/proc/self/task").iterdir() if task not in before]
+            names = [(task / "comm").read_text().strip() for task in (Path("/proc/self"), *new)]
+            classes = [os.sched_getscheduler(number) for number in (0, *(int(t.name) for t in new))]
+    return [(name, one == os.SCHED_BATCH) for name, one in zip(names, classes, strict=True)]
+
+
+@pytest.mark.spawn
+def test_gloos_threads_take_no_core_from_a_thread_that_computes() -> None:
+    for outcome in outcomes_of(2, classes_of_threads):
+        assert {is_batch for name, is_batch in outcome.value if "gloo" in name} == {True}
+        assert {is_batch for name, is_batch in outcome.value if "gloo" not in name} == {False}
+
+
+def test_a_group_is_made_where_the_class_of_threads_cannot_be_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    test_after_a_collective_nothing_is_waited_for_and_nothing_is_kept()
