@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import json
 import math
 import os
@@ -68,6 +69,24 @@ def test_the_folder_holds_no_pickle_and_nothing_hidden(tmp_path: Path) -> None:
     manifest = check_complete(tmp_path / "step-2")
     assert (manifest.step, manifest.world, manifest.strategy) == (2, 2, "full_shard")
     assert set(manifest.files) == set(names(tmp_path / "step-2")) - {"manifest.json"}
+
+
+def test_no_garbage_is_collected_while_it_is_planned_to_save_or_to_load(tmp_path: Path) -> None:
+    """A look at every object of a process that has torch takes longer than the plan."""
+    was_on = list[bool]()
+
+    def names(name: str) -> bool:
+        was_on.append(gc.isenabled())
+        return True
+
+    sharded = sw.shard(DECODER.build())
+    sharded.save(tmp_path / "step-1", names=names)
+    saving = sharded.save_async(tmp_path / "step-2", names=names)
+    assert saving is not None
+    saving.wait()
+    sharded.load(tmp_path / "step-2", names=names)
+    assert set(was_on) == {False}
+    assert gc.isenabled()
 
 
 def test_weights_alone_are_a_plain_hugging_face_folder(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from shardwise.checkpoint.options import MakeRequest, Saved
 from shardwise.checkpoint.save import Task, begin, check_shared, finish, give_up
 from shardwise.checkpoint.staging import Copying, Pool, Watched, budget_of
 from shardwise.checkpoint.writer import Part, Writer
+from shardwise.comm.garbage import uncollected
 from shardwise.comm.protocol import Comm, Label
 from shardwise.comm.watchdog.desync import format_ranks
 from shardwise.comm.watchdog.waited import Waited
@@ -247,6 +248,7 @@ class Background:
         self._budget = 0  # of host memory, for a save that names none; 0: not asked for yet
         self.loaded_token = ""  # of the checkpoint that was loaded last, which no save removes
 
+    @uncollected()
     def save(
         self, sharded: ShardedModel, make_request: MakeRequest, path: object, skips: bool
     ) -> Saving | None:

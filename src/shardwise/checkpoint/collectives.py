@@ -67,8 +67,7 @@ def _all_gather_bytes(comm: Comm, data: bytes, width: int, what: str) -> list[by
 
 def broadcast_object(comm: Comm, value: T, what: str) -> T:
     """Rank 0's ``value``, which JSON can write, on every rank. A collective."""
-    first: Any = all_gather_object(comm, value if comm.rank == 0 else None, what)[0]
-    return cast("T", first)
+    return cast("T", all_gather_object(comm, value if comm.rank == 0 else None, what)[0])
 
 
 def run_on_rank_0(comm: Comm, what: str, act: Callable[[], T]) -> T:

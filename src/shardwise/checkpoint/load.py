@@ -34,6 +34,7 @@ from shardwise.checkpoint.read_requests import read_from_rank_0, read_into
 from shardwise.checkpoint.reader import OF_TORCH
 from shardwise.checkpoint.recognise import CHECKPOINTS, LATEST, is_leftover, is_ours
 from shardwise.checkpoint.run_folder import manifest_lost, read_manifest, saved_in
+from shardwise.comm.garbage import uncollected
 from shardwise.comm.protocol import Comm, Label
 from shardwise.errors import CheckpointError, DamagedCheckpoint, ShardwiseError
 from shardwise.optim.sharded_model import ShardedModel
@@ -43,6 +44,7 @@ log = logging.getLogger("shardwise")
 T = TypeVar("T")
 
 
+@uncollected()
 def load(sharded: ShardedModel, path: str | Path, options: LoadOptions) -> Loaded:
     """Load a checkpoint into the model. A collective, between steps."""
     comm = sharded.comm

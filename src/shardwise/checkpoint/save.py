@@ -41,6 +41,7 @@ from shardwise.checkpoint.save_plan import SavedState, SavePlan, plan_save, stat
 from shardwise.checkpoint.segments import exchange_edges
 from shardwise.checkpoint.training_state import Training
 from shardwise.checkpoint.writer import Part, allocate, check_parts
+from shardwise.comm.garbage import uncollected
 from shardwise.errors import CheckpointError
 from shardwise.optim.sharded_model import ShardedModel
 
@@ -80,6 +81,7 @@ def save(sharded: ShardedModel, make_request: MakeRequest) -> Saved:
     return Saved(task.final, task.contents.nbytes, time.perf_counter() - start, tuple(removed[0]))
 
 
+@uncollected()
 def begin(sharded: ShardedModel, make_request: MakeRequest) -> Task:
     """Phases 1 to 3. A collective."""
     comm, token = sharded.comm, new_token()

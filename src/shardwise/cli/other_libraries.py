@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import warnings
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any
 
+from shardwise.comm.garbage import uncollected
 from shardwise.recipe.recipe import Recipe
 
 WARNINGS = (
@@ -30,19 +30,9 @@ LOGGED = {
 }
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Collect no garbage in the block: imports make little, and looking for it takes a fifth."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def import_for(recipe: Recipe) -> None:
     """Import what the recipe's model is made with; where it is absent, whoever needs it says so."""
-    with importing(), compiling_when_called(), without_their_noise(), suppress(ImportError):
+    with uncollected(), compiling_when_called(), without_their_noise(), suppress(ImportError):
         if recipe.model.source is not None:
             import_module("transformers.modeling_utils")
         if recipe.adapter.rank is not None:

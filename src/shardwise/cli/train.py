@@ -19,8 +19,9 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.other_libraries import import_for, importing
+from shardwise.cli.other_libraries import import_for
 from shardwise.cli.train_options import TrainOptions
+from shardwise.comm.garbage import uncollected
 from shardwise.comm.machine.environment import read_launch
 from shardwise.errors import ConfigError
 from shardwise.launch.fork import can_fork
@@ -51,7 +52,7 @@ def run_train(recipe: Recipe, arguments: Sequence[str], options: TrainOptions) -
         if launch is None and (options.nproc not in (None, 1) or restarts):
             _launch(recipe, arguments, replace(options, restarts=restarts))
             return
-        with importing():
+        with uncollected():
             from shardwise.cli import train_rank
         if launch is None:
             train_rank.run(recipe, None, options)
@@ -127,7 +128,7 @@ def _imported_once(recipe: Recipe, ranks: int, check: Callable[[], bool]) -> boo
     own = dict(os.environ)
     os.environ.update(threads_of_ranks(ranks))
     try:
-        with importing():
+        with uncollected():
             import_module("shardwise.cli.train_rank")
         if check():
             import_for(recipe)
@@ -143,7 +144,7 @@ def _imported_once(recipe: Recipe, ranks: int, check: Callable[[], bool]) -> boo
 
 def _is_to_run(recipe: Recipe, ranks: int) -> bool:
     """Are steps left to take? If not, print so. Raises ``ConfigError`` if nothing can start."""
-    with importing():
+    with uncollected():
         from shardwise.cli.format_records import format_record
         from shardwise.train.batches import accumulation
         from shardwise.train.folder import Folder

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from shardwise.comm.watchdog.call_site import uncollected
+from shardwise.comm.garbage import uncollected
 from shardwise.config.precision import Precision
 from shardwise.errors import RanksDisagree, ScheduleError
 from shardwise.memory.sharding import Sharding, sharding_of

@@ -139,7 +139,7 @@ class SharedMemoryComm(Group):
         rows: Numbers = self._common.tensor(0, size * ROWS * 4, torch.int64).numpy()
         self._rows = rows.reshape(size, ROWS, 4)
         self.abort_flag: Numbers = self._common.tensor(rows.nbytes, 1, torch.int64).numpy()
-        self._own_heap = Heap(self._own[rank], self._is_being_read)
+        self._own_heap = Heap(self._own[rank], lambda number: self._unread_peer(number) is not None)
         self._common_heap = SymmetricHeap(self._common, rows.nbytes + PAGE)
         self.memory = SharedMemory(self._own_heap, self._common_heap)
         self._first_used = ROWS  # the first collective whose row may still be in use
@@ -280,10 +280,6 @@ class SharedMemoryComm(Group):
 
     def _mark_read(self, collective: Collective) -> None:
         self._rows[self.rank, collective.seq % ROWS, 3] = collective.seq + 1
-
-    def _is_being_read(self, number: int) -> bool:
-        """May a peer still read what this rank published in collective ``number``?"""
-        return self._unread_peer(number) is not None
 
     def _unread_peer(self, number: int) -> int | None:
         """A peer that has not read this rank's data of collective ``number``, or ``None``."""

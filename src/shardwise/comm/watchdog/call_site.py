@@ -5,15 +5,11 @@ It is on the thread's stack, which is read when a report is written, and not bef
 
 from __future__ import annotations
 
-import gc
 import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import RLock
 from traceback import walk_stack
 from types import CodeType
 from typing import Any
@@ -21,11 +17,11 @@ from weakref import WeakSet
 
 import torch
 
+from shardwise.comm.garbage import uncollected
+
 _PATHS = sysconfig.get_paths()
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _SHARDWISE = f"{Path(__file__).parents[2]}{os.sep}"
-_lock = RLock()
-_collected: list[bool] = []  # for each reader, whether garbage was collected when it came
 #: What ``activity()`` asks, while it lives.
 active: WeakSet[Any] = WeakSet()
 # They call the user's program, which calls torch again.
@@ -38,26 +34,11 @@ _INSTALLED = tuple(
 )
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage is collected in here, where the stacks of other threads are read."""
+def _stack(thread: int) -> list[tuple[CodeType, int]]:
+    """The code and the line of each call of ``thread``, the innermost first."""
     # In Python 3.11 a collection beside ``sys._current_frames()`` stops the process for good
     # (https://github.com/python/cpython/issues/106883), and beside ``f_back``, which makes an
     # object for the frame, it lets the other thread leave that frame meanwhile.
-    # What is let go of in between may close a comm, which waits for a thread: no lock is held.
-    with _lock:
-        _collected.append(gc.isenabled())
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _lock:
-            if _collected.pop() and not _collected:
-                gc.enable()
-
-
-def _stack(thread: int) -> list[tuple[CodeType, int]]:
-    """The code and the line of each call of ``thread``, the innermost first."""
     with uncollected():
         frames = walk_stack(sys._current_frames().get(thread))
         return [(frame.f_code, line) for frame, line in frames]
