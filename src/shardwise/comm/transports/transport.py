@@ -104,9 +104,6 @@ def _close_all() -> None:
             group.close(process_exit_reason())
 
 
-atexit.register(_close_all)
-
-
 class Group(Comm):
     """One rank's communicator in a group of real ranks. A subclass moves the bytes.
 
@@ -247,6 +244,8 @@ class Group(Comm):
     def _opened(self) -> None:
         """All ranks are connected: this end closes when nobody uses it, or the process ends."""
         _open[next(_numbers)] = self
+        atexit.unregister(_close_all)  # it is called once
+        atexit.register(_close_all)  # here, since Python 3.13 forgets in a fork what was there
         self._process = os.getpid()
 
     def __del__(self) -> None:
