@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -284,11 +285,11 @@ def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
     real = os.open
     swept: list[str] = []
 
-    def others_sweep(path: Path, *args: int) -> int:
+    def others_sweep(path: Path, *args: int, **kwargs: Any) -> int:
         if Path(path).name == f"{lock.LOCK}.new" and not swept:
             swept.append("now")
             swept.extend(remove_stale_partials(tmp_path))
-        return real(path, *args)
+        return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", others_sweep)
     partial = Partial.make(tmp_path / "step-1", new_token())

@@ -260,6 +260,7 @@ def test_a_folder_that_cannot_be_looked_at_is_not_one_without_a_manifest(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(os, "listdir", fails)
+    monkeypatch.setattr(os, "scandir", fails)
     monkeypatch.setattr(os, "lstat", fails)
     with pytest.raises(sw.CheckpointError, match="Input/output error") as raised:
         CheckpointReader.open(folder)

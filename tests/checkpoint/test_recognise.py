@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,24 @@ def test_what_may_not_be_looked_at_is_none(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "final").mkdir()
     monkeypatch.setattr(folder, "writer_of", refused)
     assert checkpoints(tmp_path) == [tmp_path / "final"]
+
+
+def test_one_that_the_disk_does_not_show_now_is_an_error_and_not_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run would go on from the one before, and lose the steps since."""
+    newest, stat = ours(tmp_path / "step-9"), Path.stat
+
+    def fails(path: Path, **options: bool) -> os.stat_result:
+        if path == newest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, **options)
+
+    ours(tmp_path / "step-8")
+    monkeypatch.setattr(Path, "stat", fails)
+    monkeypatch.setattr(Path, "is_dir", lambda path: path != newest)  # as in Python 3.14
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize(

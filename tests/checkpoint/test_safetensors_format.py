@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -299,9 +300,9 @@ def test_a_link_to_itself_is_an_error(tmp_path: Path) -> None:
 def test_so_is_a_folder_that_may_not_be_looked_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(_: Path) -> bool:
+    def refused(_: Path) -> os.stat_result:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "is_symlink", refused)
+    monkeypatch.setattr(Path, "stat", refused)
     with pytest.raises(CheckpointError, match=r"could not be looked at: .*Permission denied"):
         inside(tmp_path, "model.safetensors")

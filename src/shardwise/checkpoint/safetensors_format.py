@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.disk import size_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 DTYPES = {
@@ -249,16 +250,15 @@ def inside(folder: Path, name: object) -> Path:
         )
     path = folder / str(name)
     try:
-        is_link = path.is_symlink() or (path.parent != folder and path.parent.is_symlink())
-        real = path.resolve() if is_link else None
-        home = folder.resolve() if real else folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, in Python's words
+        size_of(path)  # an error where links lead in a circle, which resolve() does not tell
+        real, home = path.resolve(), folder.resolve()
+    except OSError as error:
         raise CheckpointError(
             f"{path} could not be looked at: {error}. Look at its permissions and at where its "
             "links lead, or copy the file to where the link is."
         ) from error
     cached = home.parent.name == "snapshots" and home.parent.parent / "blobs"
-    if real and real.parent not in (home, home / INNER, cached):
+    if real.parent not in (home, home / INNER, cached):
         raise CheckpointError(
             f"{path} is a link out of its folder, to {real}, and is not read. Do not trust "
             "this folder, or copy the file to where the link is."
