@@ -31,7 +31,7 @@ ENTRY_POINTS = {  # they list all their options, typed, by keyword
     *("optim/fused __init__", "optim/muon __init__", "hf/load load", "tracing/stages trace"),
     *("plan/forecast/ask plan", "outer/diloco __init__"),
 }
-ENGINE_BUDGET = 13_740  # a ratchet: lines with docstrings, without blanks and comments
+ENGINE_BUDGET = 13_751  # a ratchet: lines with docstrings, without blanks and comments
 CHECKPOINT_BUDGET, CONVERT_BUDGET = 5_688, 1_172  # ratchets; docs/decisions.md says what they are
 PRIVATE_OF_TORCH = {
     *("_version", "_base", "_cdata", "_parameters", "_buffers", "_modules", "_sequence_nr"),

@@ -18,8 +18,19 @@ from tests.copies import assert_near, clones
 X = torch.linspace(-1, 1, 20).reshape(4, 5)
 
 
+class Gain(nn.Module):
+    """A parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 + self.gain) * x
+
+
 def model() -> nn.Module:
-    net = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+    net = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), Gain(), nn.Linear(7, 3))
     with torch.no_grad():
         for param in net.parameters():  # ranks are threads, and have one generator
             param.copy_(torch.linspace(0, 9, param.numel()).sin().view_as(param))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.protocol import Comm
+from shardwise.plan import in_slot
 from tests.fake import FakeComm
 from tests.nets import numbers
 from tests.ranks import run_sharing, run_threads
@@ -183,7 +184,12 @@ def test_inductor(batches: tuple[int, ...]) -> None:
     assert of_compiled == pytest.approx(trained(plain, 0, batches), rel=1e-5)
 
 
-def test_blocks_share_one_graph_and_the_engine_is_in_none() -> None:
+@pytest.mark.parametrize("large", [1 << 18, 1])
+def test_blocks_share_one_graph_and_the_engine_is_in_none(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the engine computes their gradients in place."""
+    monkeypatch.setattr(in_slot, "LARGE", large)
     graphs: list[torch.fx.GraphModule] = []
     calls: list[int] = []
 
@@ -206,18 +212,68 @@ def test_blocks_share_one_graph_and_the_engine_is_in_none() -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.prove
-def test_a_whole_step_may_be_compiled() -> None:
+class Asking(Net):
+    """Its forward reads what a parameter of another unit is, and not its values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last: Any = self.blocks[2]
+        weight = last.up.weight
+        return super().forward(x.to(weight.dtype) * weight.shape[0] / weight.ndim)
+
+
+def test_a_forward_may_ask_what_the_parameters_of_other_units_are() -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(len(of_compiled))
+        return graph.forward
+
+    of_compiled: list[float] = []
+    plain, model = net(), net()
+    plain.__class__ = model.__class__ = Asking
+    for each in (plain, model):
+        sw.shard(each, comm=FakeComm(0, 3))
+    compiled: Any = torch.compile(model, backend=backend)
+    for _ in range(4):
+        of_compiled += trained(compiled, 0, (2,))
+    assert of_compiled == [loss for _ in range(4) for loss in trained(plain, 0, (2,))]
+    assert set(graphs) <= {0, 1}  # the first steps compile, and no other
+
+
+def by_sgd(model: nn.Module, _: sw.Sharded) -> Callable[[], object]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+    return step
+
+
+def by_hand(model: nn.Module, _: sw.Sharded) -> Callable[[], object]:
+    @torch.no_grad()
+    def step() -> None:
+        for param in model.parameters():
+            param.sub_(param.grad, alpha=0.1)  # type: ignore[arg-type]
+
+    return step
+
+
+def by_buckets(_: nn.Module, sharded: sw.Sharded) -> Callable[[], object]:
+    return sw.optim.AdamW(sharded, lr=0.1, max_norm=0.5).step
+
+
+@pytest.mark.parametrize("optimizer", [by_sgd, by_hand, by_buckets])
+def test_a_whole_step_may_be_compiled(optimizer: Callable[..., Callable[[], object]]) -> None:
     def run(compiles: Callable[[Any], Any]) -> list[float]:
         model = net()
-        sw.shard(model, comm=FakeComm(0, 3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        update = optimizer(model, sw.shard(model, comm=FakeComm(0, 3)))
 
         def step() -> Tensor:
             loss: Tensor = model(numbers(0, (2, 6))).square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update()
+            model.zero_grad()
             return loss
 
         step = compiles(step)

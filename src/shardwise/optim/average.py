@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.errors.arguments import checked
 from shardwise.optim.optimizer_hooks import OptimizerHooks
+from shardwise.torch_internals import disable_torch_function
 
 KEY = "ema"  # in the state of each parameter
 
@@ -82,4 +83,5 @@ def _fill(values: Mapping[nn.Parameter, Tensor]) -> None:
 @torch.no_grad()
 def _local_copy(param: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """Copy this rank's shard into a plain tensor, as optimizers keep their state."""
-    return torch.empty(param.shape, dtype=dtype, device=param.device).copy_(param)
+    with disable_torch_function():
+        return param.detach().to(dtype, copy=True)

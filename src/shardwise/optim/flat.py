@@ -255,4 +255,4 @@ class FlatOptimizer(Optimizer, ABC):
             )
 
 
-skip_in_dynamo(FlatOptimizer.add_param_group, FlatOptimizer.zero_grad)
+skip_in_dynamo(FlatOptimizer.add_param_group, FlatOptimizer.step, FlatOptimizer.zero_grad)

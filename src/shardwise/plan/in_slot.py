@@ -17,7 +17,6 @@ slot; what the embedding adds are a few rows, which follow when the slot is back
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,12 +49,13 @@ def forward_in_slot(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
     The gradients of their weights are, too.
     """
-    return partial(_forward, module, _LAYERS[_kind(module)], module.forward)
+    layer, plain = _LAYERS[_kind(module)], module.forward
+    return lambda x: _forward(module, layer, plain, x)  # compiled blocks share it, but no partial()
 
 
 def is_in_slot(forward: object) -> bool:
     """Is it a forward of ours, which computes what torch's layer does?"""
-    return isinstance(forward, partial) and forward.func is _forward
+    return getattr(forward, "__module__", "") == __name__
 
 
 def _kind(module: nn.Module) -> Any:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._functorch import eager_transforms, pyfunctorch, vmap
+from torch._guards import TracingContext
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
@@ -264,6 +265,12 @@ def skip_in_dynamo(*functions: Callable[..., Any]) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
         function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and are not inlined
         function._torchdynamo_disable_msg = NO_GRAPH  # type: ignore[attr-defined]
+
+
+def end_graph() -> None:
+    """Raises the error that leaves what comes to Python, where dynamo traces a program."""
+    if TracingContext.try_get() is not None:
+        raise sys.modules["torch._dynamo.exc"].Unsupported(NO_GRAPH)
 
 
 def is_compiled(module: nn.Module) -> bool:

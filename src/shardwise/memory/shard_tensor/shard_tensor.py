@@ -28,7 +28,7 @@ from shardwise.memory.shard_tensor.function_call import Call
 from shardwise.memory.shard_tensor.torch_functions import dispatch, gather_arguments
 from shardwise.memory.shard_tensor.use_errors import copied_shard
 from shardwise.memory.sharding import Sharding
-from shardwise.torch_internals import disable_torch_function, take_in_lists
+from shardwise.torch_internals import disable_torch_function, skip_in_dynamo, take_in_lists
 
 
 class ShardTensor(Tensor):
@@ -74,3 +74,4 @@ class ShardTensor(Tensor):
 
 
 take_in_lists(ShardTensor)  # so torch's clip_grad_norm_ needs one collective, and not one for each
+skip_in_dynamo(vars(ShardTensor)["__torch_function__"].__func__)

@@ -30,6 +30,7 @@ from shardwise.memory.shard_tensor.function_call import Call
 from shardwise.memory.shard_tensor.tensor_reductions import norms_of_list, over_ranks, reduce
 from shardwise.memory.shard_tensor.use_errors import autograd_grad_called, wrong_replacement
 from shardwise.memory.sharding import Sharding, sharding_of
+from shardwise.torch_internals import end_graph
 
 Row = Sequence[Tensor]
 """Operands of an elementwise function; the first one may be written to."""
@@ -64,6 +65,7 @@ def gather_arguments(call: Call, refusal: ShardUseError) -> tuple[tuple[Any, ...
         return call.with_replacements({at: get_gradient_edge(shards[at]) for at in shards})
     serving = [(shard, shard.sharding.serving) for shard in shards.values()]
     if call.is_shard(call.written) or any(engine is None for _, engine in serving):
+        end_graph()
         raise refusal
     replacements = dict[int, Tensor]()
     for shard, engine in serving:
