@@ -67,15 +67,15 @@ def test_one_that_the_disk_does_not_show_now_is_an_error_and_not_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run would go on from the one before, and lose the steps since."""
-    newest, stat = ours(tmp_path / "step-9"), Path.stat
+    newest, lstat = ours(tmp_path / "step-9"), Path.lstat
 
-    def fails(path: Path, **options: bool) -> os.stat_result:
+    def fails(path: Path) -> os.stat_result:
         if path == newest:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return stat(path, **options)
+        return lstat(path)
 
     ours(tmp_path / "step-8")
-    monkeypatch.setattr(Path, "stat", fails)
+    monkeypatch.setattr(Path, "lstat", fails)
     monkeypatch.setattr(Path, "is_dir", lambda path: path != newest)  # as in Python 3.14
     with pytest.raises(OSError, match="Input/output error"):
         checkpoints(tmp_path)

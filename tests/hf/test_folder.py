@@ -85,6 +85,13 @@ def test_a_folder_without_a_config_is_no_model_s(tmp_path: Path) -> None:
         locate(tmp_path)
 
 
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    tiny("llama", tmp_path)
+    assert locate(tmp_path, None, tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match=r"is a folder here.* revision 'v9' is of a name on the"):
+        locate(tmp_path, "v9")
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

@@ -477,7 +477,7 @@ def test_parameters_of_another_optimizer_are_averaged_and_a_warning_says_what_is
             assert len(optimizer.state_dict()["state"]) == count
 
     run_workers([1], run)
-    assert "AdamW does not hold 5 of the model's trained parameters" in caplog.text
+    assert "AdamW does not hold 6 of the model's trained parameters" in caplog.text
 
 
 def test_unlike_workers_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -162,6 +162,20 @@ def test_every_value_has_its_sentence() -> None:
     assert [field for field in fields if not field.description] == []
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("run.folder", "data.source", "data.validation_source", "tokenizer.source", "model.from"),
+        "checkpoint.resume",
+    ],
+)
+def test_the_home_folder_of_nobody_is_refused(key: str) -> None:
+    section, name = key.split(".")
+    with pytest.raises(ValidationError, match="and ~nosuchuser has no home folder on this machine"):
+        Recipe.model_validate({section: {name: "~nosuchuser/x"}})
+    Recipe.model_validate({"run": {"folder": "~/x"}, "sample": {"prompt": "~nosuchuser/x"}})
+
+
 def test_the_best_needs_more_than_one_validation() -> None:
     with pytest.raises(ValueError, match=r"run\.eval_every is 0"):
         Recipe.model_validate({"checkpoint": {"keep_best": True}})

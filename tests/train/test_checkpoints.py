@@ -157,6 +157,16 @@ def test_the_best_so_far_is_remembered_when_the_run_goes_on(
     assert steps == [step for step in expected if step != 5]
 
 
+def test_losses_of_other_rows_are_not_compared_with_those_of_before(
+    tmp_path: Path, watched: Watched
+) -> None:
+    watched.run(recipe_in(tmp_path, "run.steps=2", "run.eval_every=1"), 1)
+    more = ("run.steps=3", "run.eval_every=1", "run.eval_rows=3")
+    with pytest.raises(ConfigError, match=r"run\.eval_rows was 7 and is 3.* run\.eval_rows: 7"):
+        watched.run(recipe_in(tmp_path, *more, "checkpoint.keep_best=true"), 1)
+    watched.run(recipe_in(tmp_path, *more), 1)  # nothing is chosen by them
+
+
 def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path, watched: Watched) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

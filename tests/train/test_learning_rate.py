@@ -49,7 +49,9 @@ def test_constant_has_no_warm_up_and_with_warmup_has() -> None:
     assert [learning_rate(step, 4, warmed) for step in range(4)] == [1.0, 2.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(0.03, 3), (0.031, 4), (0.0, 0), (1, 1), (7, 7)])
+@pytest.mark.parametrize(
+    ("warmup", "steps"), [(0.03, 3), (0.031, 4), (0.07, 7), (0, 0), (1, 1), (7, 7)]
+)
 def test_a_warm_up_below_one_is_a_fraction_of_all_steps(warmup: float, steps: int) -> None:
     assert OptimizerConfig(warmup=warmup).warmup_steps(100) == steps
 

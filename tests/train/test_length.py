@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.cli.watch import phase
+from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
 from shardwise.report.facts import results
 from shardwise.report.run import read_run
@@ -25,7 +26,7 @@ ROWS = 100  # of the training split; a step takes 16
 
 
 def recipe(run: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
-    return Recipe.model_validate({"batch": {"rows": 16}, "run": run, **sections})
+    return Recipe.model_validate({"batch": {"rows": 16}, "run": run} | sections)
 
 
 def validated(recipe: Recipe) -> list[int]:
@@ -39,6 +40,14 @@ def validated(recipe: Recipe) -> list[int]:
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 7), (2, 13), (3, 19), (0.5, 4), (0.01, 1)])
 def test_a_run_of_epochs_ends_when_every_row_was_seen_as_often(epochs: float, steps: int) -> None:
     assert in_steps(recipe({"epochs": epochs}, optimizer={"warmup": 0}), ROWS).run.steps == steps
+
+
+@pytest.mark.parametrize("epochs", [1.1, 2.2, 4.1, 0.07, 0.29, 3])
+def test_epochs_are_the_decimal_number_that_is_written(epochs: float) -> None:
+    """As binary fractions 1.1 × 100 and the others are a little more than a whole number."""
+    every = {"epochs": epochs, "eval_every": "epoch", "eval_delay": epochs}
+    run = in_steps(recipe(every, batch={"rows": 1}), ROWS).run
+    assert run.steps == run.eval_delay == round(epochs * 100)
 
 
 def test_without_epochs_nothing_changes() -> None:
@@ -63,6 +72,51 @@ def test_the_only_validation_is_noted_and_so_is_saving_by_epoch() -> None:
     (note,) = notes(stepped)
     assert "one validation, after the last of 13 steps" in note
     assert stepped.checkpoint.save_every == 7
+
+
+@pytest.mark.parametrize("chosen", [{"run": {"patience": 1}}, {"checkpoint": {"keep_best": True}}])
+@pytest.mark.parametrize(
+    ("interval", "key"),
+    [
+        ({"eval_every": 10}, "run.eval_every"),
+        ({"eval_every": 5}, "run.eval_every"),
+        ({"eval_every": 10, "eval_delay": 1}, "run.eval_every"),
+        ({"eval_every": 2, "eval_delay": 5}, "run.eval_delay"),
+        ({"eval_every": 2, "eval_delay": 4}, None),
+        ({"eval_every": 4}, None),
+    ],
+)
+def test_where_the_best_of_one_validation_is_chosen_the_key_that_leaves_one_is_named(
+    chosen: dict[str, dict[str, Any]], interval: dict[str, int], key: str | None
+) -> None:
+    run = {"steps": 5, **interval, **chosen.get("run", {})}
+    others = {"optimizer": {"warmup": 0}, "checkpoint": chosen.get("checkpoint", {})}
+    noted = list(notes(recipe(run, **others)))
+    assert [note.split()[0] for note in noted] == [key] * (key is not None)
+
+
+@pytest.mark.parametrize(
+    ("every", "length", "note"),
+    [
+        (13, {"epochs": 2}, None),
+        (14, {"epochs": 2}, "outer.every is 14 and the run has 13 steps: .* outer.every: 13, or"),
+        (4, {"epochs": 2}, "what workers train after step 12 they do not exchange"),
+        (4, {"steps": 7}, "what workers train after step 4 they do not exchange"),
+        (4, {"steps": 8}, None),
+    ],
+)
+def test_workers_exchange_at_least_once_and_are_told_what_they_do_not_exchange(
+    every: int, length: dict[str, int], note: str | None
+) -> None:
+    outer = {"method": "diloco", "workers": ["a:1", "b:1"], "every": every}
+    given = recipe(length, outer=outer, optimizer={"warmup": 0})
+    if every > 13:
+        with pytest.raises(ConfigError, match=note):
+            in_steps(given, ROWS)
+        return
+    noted = list(notes(in_steps(given, ROWS)))
+    assert len(noted) == (note is not None)
+    assert all(note is not None and note in each for each in noted)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def test_two_runs_exchange_and_each_saves_what_it_has(tmp_path: Path) -> None:
 
 def test_a_run_that_waits_for_other_workers_stops_on_request(tmp_path: Path) -> None:
     workers = f"--outer.workers=[{', '.join(free_addresses(2))}]"
-    recipe = tiny_recipe(tmp_path, "--outer.method=diloco", "--outer.worker=0", workers)
+    recipe = tiny_recipe(
+        tmp_path, "--outer.method=diloco", "--outer.worker=0", workers, "--outer.every=4"
+    )
     requests, records = SignalRequests(), list[Record]()
     requests.stop()
     outcome = threads.run(1, lambda comm: train(recipe, comm, records.append, requests))[0]
@@ -96,6 +98,7 @@ def test_a_method_needs_workers_and_workers_a_method() -> None:
         ("workers=[127.0.0.1:1, host]", "'host' is not HOST:PORT"),
         ("workers=[127.0.0.1:1, 127.0.0.1:1]", "each needs an address of its own"),
         ("delay=7", "Choose a delay from 0 to 4"),
+        ("wire=int8", "every is 5 and the run has 4 steps: .* Write outer.every: 4, or less"),
     ],
 )
 def test_what_cannot_be_exchanged_is_refused_before_anything_is_written(

@@ -82,7 +82,7 @@ def run(
     path = next(path for path in RECIPES if path.stem == request.param)
     overrides = ["sample.tokens=0"]
     if request.param == "llama2-70b-lora":
-        overrides.append(f"adapter.new_tokens=[{', '.join(TOKENS)}]")
+        overrides += [f"adapter.new_tokens=[{', '.join(TOKENS)}]", "model.revision=main"]
     rehearsal = Rehearsal(read_recipe(path, overrides), tmp_path)
     for ranks in (2, 1):
         Watched(monkeypatch).run(rehearsal.small(ranks), ranks)

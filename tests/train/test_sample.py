@@ -16,10 +16,12 @@ from shardwise.train import tokenizer as bpe
 from shardwise.train.conversations import sample as of_row
 from shardwise.train.decoder import Decoder
 from shardwise.train.examples import tokenize, write
+from shardwise.train.hf_config import WEIGHTS
 from shardwise.train.job import build
 from shardwise.train.records import Sampled
 from shardwise.train.sample import generate, sample
 from tests.hf.folders import END, START, tiny_tokenizer
+from tests.train.runs import Watched
 from tests.train.test_job import VOCABULARY, rows
 from tests.train.tiny import documents, tiny_recipe
 
@@ -52,6 +54,25 @@ def test_a_seed_fixes_what_is_drawn() -> None:
     model = Decoder(SHAPE, vocabulary=61, context=32)
     assert generated(model, 20, 1.0, seed=1) == generated(model, 20, 1.0, seed=1)
     assert generated(model, 20, 1.0, seed=1) != generated(model, 20, 1.0, seed=2)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-45, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    model = Decoder(SHAPE, vocabulary=61, context=16)
+    assert generated(model, 9, temperature) == generated(model, 9, temperature=0)
+
+
+def test_a_sample_that_fails_costs_nothing_that_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Sampled:
+        raise KeyError("prompt")
+
+    monkeypatch.setattr("shardwise.train.results.sample", fail)
+    with pytest.raises(KeyError, match="prompt"):
+        Watched(monkeypatch).run(tiny_recipe(tmp_path, "run.steps=1"), 1)
+    for name in (WEIGHTS, "eval_results.json"):
+        assert (tmp_path / "run" / name).is_file()
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -12,13 +12,17 @@ from shardwise.train.start import Start, decide_start, differences
 from tests.train.tiny import tiny_recipe
 
 
-def earlier(recipe: Recipe, *, finished: int | None = None, saved: int | None = None) -> Path:
+def earlier(
+    recipe: Recipe, *, finished: int | None = None, saved: int | None = None, planned: int = 4
+) -> Path:
     """A folder as a run of ``recipe`` leaves it."""
     folder = Path(recipe.run.folder)
     folder.mkdir(parents=True)
     (folder / RECIPE).write_text(to_yaml(recipe), "utf-8")
     last = f'{{"record": "finished", "steps": {finished}}}' if finished else '{"record": "x"}'
-    (folder / "metrics.jsonl").write_text('{"record": "prepared"}\n' + last + "\n", "utf-8")
+    (folder / "metrics.jsonl").write_text(
+        f'{{"record": "prepared"}}\n{{"record": "built", "steps": {planned}}}\n{last}\n', "utf-8"
+    )
     if saved is not None:
         (folder / "checkpoints" / f"step-{saved}").mkdir(parents=True)
     return folder
@@ -75,6 +79,27 @@ def test_what_is_finished_goes_on_to_more_steps_from_a_checkpoint_only(tmp_path:
     earlier(tiny_recipe(tmp_path / "b"), finished=4)
     with pytest.raises(ConfigError, match=r"finished with 4 steps and has no checkpoint"):
         decide_start(tiny_recipe(tmp_path / "b", "run.steps=6"))
+
+
+@pytest.mark.parametrize(
+    ("finished", "changes", "start"),
+    [
+        (4, [], Start.FINISHED),  # patience ended it
+        (4, ["run.patience=null"], Start.RESUME),
+        (4, ["run.patience=3"], Start.RESUME),
+        (4, ["run.epochs=2"], Start.FINISHED),
+        (4, ["run.epochs=3"], Start.RESUME),
+        (12, ["run.patience=null"], Start.FINISHED),
+        (12, ["run.epochs=5.5"], Start.FINISHED),
+        (12, ["run.epochs=6.5"], Start.RESUME),
+    ],
+)
+def test_a_run_in_epochs_is_finished_if_it_has_taken_their_steps(
+    tmp_path: Path, finished: int, changes: list[str], start: Start
+) -> None:
+    given = ("run.epochs=6", "run.eval_every=epoch", "run.patience=1")
+    earlier(tiny_recipe(tmp_path, *given), finished=finished, saved=finished, planned=12)
+    assert decide_start(tiny_recipe(tmp_path, *given, *changes)) is start
 
 
 @pytest.mark.parametrize(

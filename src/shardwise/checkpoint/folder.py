@@ -28,7 +28,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.checkpoint.disk import make_folder, size_of, sync_folder
+from shardwise.checkpoint.disk import make_folder, sync_folder
 from shardwise.checkpoint.failpoints import hit
 from shardwise.checkpoint.lock import LOCK, is_alive, make_locked
 from shardwise.checkpoint.manifest import NAME as MANIFEST
@@ -73,11 +73,10 @@ def checkpoints(run: Path) -> list[Path]:
 
 def _is_checkpoint(name: str, path: Path) -> bool:
     try:
-        # ``size_of`` raises what the disk answers; since Python 3.14 ``is_dir`` is False instead.
-        if is_reserved(name) or size_of(path) is not None or not path.is_dir():
-            return False
-        return step_of(name) is not None or writer_of(path) not in ("", EXPORT)
-    except PermissionError:  # such as lost+found, beside what this user may read
+        path.lstat()  # raises what the disk answers; since Python 3.14 ``is_dir`` is False instead
+        is_own = path.is_dir() and not is_reserved(name)
+        return is_own and (step_of(name) is not None or writer_of(path) not in ("", EXPORT))
+    except (FileNotFoundError, PermissionError):  # gone, or such as lost+found
         return False
 
 

@@ -39,7 +39,8 @@ def locate(
         patterns: what is fetched.
 
     Raises:
-        ConfigError: there is no such folder or name, or it cannot be fetched.
+        ConfigError: there is no such folder or name, or it cannot be fetched; or a folder is to
+            have a revision.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -47,6 +48,11 @@ def locate(
             raise ConfigError(
                 f"{path} holds no {CONFIG}, so it is no model's folder. Name one that "
                 "save_pretrained of transformers or `shardwise train` wrote."
+            )
+        if revision is not None:
+            raise ConfigError(
+                f"{path} is a folder here, which is read as it is, and revision {revision!r} is of "
+                "a name on the hub; leave the revision out."
             )
         return path.absolute()
     if path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1:

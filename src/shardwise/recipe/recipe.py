@@ -5,7 +5,6 @@ Conditions on two values are checked before any process starts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
@@ -18,7 +17,7 @@ from shardwise.recipe.launch_config import LaunchConfig
 from shardwise.recipe.logging_config import LoggingConfig
 from shardwise.recipe.model_config import ModelConfig, TokenizerConfig
 from shardwise.recipe.outer_config import OuterConfig
-from shardwise.recipe.section import DeviceName, Epochs, Positive, Section
+from shardwise.recipe.section import DeviceName, Epochs, Positive, Section, times
 from shardwise.recipe.sharding_config import ShardingConfig
 
 NotNegative = Annotated[int, Field(ge=0)]
@@ -89,7 +88,7 @@ class OptimizerConfig(Section):
 
         A fraction is rounded up.
         """
-        wanted = math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+        wanted = times(self.warmup, steps) if self.warmup < 1 else int(self.warmup)
         return min(wanted, steps - 1)
 
     @model_validator(mode="after")
@@ -105,7 +104,9 @@ class CheckpointConfig(Section):
     save_every: NotNegative | Literal["epoch"] = Field(
         100, description="steps between checkpoints, or epoch, and one at the end; 0 = on request"
     )
-    save_total_limit: Positive | None = Field(2, description="newest ones to keep; null = all")
+    save_total_limit: Positive | None = Field(
+        2, description="newest ones to keep, with the one it was resumed from; null = all"
+    )
     keep_best: bool = Field(
         False, description="save at the lowest validation loss so far, and keep that checkpoint"
     )

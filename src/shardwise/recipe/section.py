@@ -6,7 +6,10 @@ place, one type and one description.
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import (
@@ -51,6 +54,14 @@ DeviceName = Annotated[
 _SECRET = re.compile(r"://[^/\s@]*:[^/\s@]+@|\bhf_\w{20,}")  # of a URL's user; of the hub
 
 
+def times(factor: float, number: int | Fraction) -> int:
+    """Return their product, rounded up; the factor is the decimal number that it is written as.
+
+    A float is a little more or less: 1.1 * 100 is 110.00000000000001.
+    """
+    return math.ceil(Fraction(str(factor)) * number)
+
+
 class Section(BaseModel):
     """Base of all sections: no unknown keys, no changes, no infinities."""
 
@@ -81,6 +92,19 @@ class Section(BaseModel):
                 f"{info.field_name} holds what looks like a secret, and the recipe is written into "
                 "the run's folder; put it into an environment variable, such as HF_TOKEN."
             )
+        return value
+
+    @field_validator("folder", "source", "validation_source", "resume", check_fields=False)
+    @classmethod
+    def _home_is_there(cls, value: str | None, info: ValidationInfo) -> str | None:
+        try:
+            Path(value or "").expanduser()
+        except RuntimeError:
+            user = str(value).partition("/")[0]
+            raise ConfigError(
+                f"{info.field_name} is {value}, and {user} has no home folder on this machine; "
+                f"write the whole path, or ./{value} for a folder of that name."
+            ) from None
         return value
 
     @field_validator("*", mode="before")

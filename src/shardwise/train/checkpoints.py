@@ -203,6 +203,19 @@ class Checkpoints:
                 f"{_relative(path)} has taken {plural(position['step'], 'step')}, and run.steps is "
                 f"{recipe.run.steps}; raise it, or name another folder with --run.folder."
             )
+        self._check_rows(document)
+
+    def _check_rows(self, document: Document) -> None:
+        """Raise ``ConfigError`` where losses to choose by are of another number of rows."""
+        run, rows = self._job.recipe.run, len(self._data.validation)
+        then = flatten(document.config).get("run.eval_rows", run.eval_rows)
+        chooses = run.patience is not None or self._job.recipe.checkpoint.keep_best
+        if chooses and min(then, rows) != min(run.eval_rows, rows):
+            raise ConfigError(
+                f"run.eval_rows was {then} and is {run.eval_rows}, and losses of other rows do not "
+                "compare, so the lowest of both would be chosen wrongly. Write run.eval_rows: "
+                f"{then}, or leave run.patience and checkpoint.keep_best out."
+            )
 
     def _other_text(self, path: Path, document: Document) -> ConfigError:
         before, now = flatten(document.config).get("data.source"), self._job.recipe.data.source

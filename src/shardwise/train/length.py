@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 
+from shardwise.errors import ConfigError
 from shardwise.recipe.recipe import Recipe
+from shardwise.recipe.section import times
 from shardwise.train.records import plural
 
 
@@ -18,13 +21,18 @@ def in_steps(recipe: Recipe, rows: int) -> Recipe:
 
     Args:
         rows: of the training split.
+
+    Raises:
+        ConfigError: they are too few for other workers.
     """
     run, epoch = recipe.run, math.ceil(rows / recipe.batch.rows)
     by_epoch = run.eval_every == "epoch"
+    steps = times(run.epochs, Fraction(rows, recipe.batch.rows)) if run.epochs else run.steps
+    check_exchange(recipe, steps)
     length = {
-        "steps": math.ceil(run.epochs * rows / recipe.batch.rows) if run.epochs else run.steps,
+        "steps": steps,
         "eval_every": epoch if by_epoch else run.eval_every,
-        "eval_delay": math.ceil(run.eval_delay * epoch) if by_epoch else run.eval_delay,
+        "eval_delay": times(run.eval_delay, epoch) if by_epoch else run.eval_delay,
     }
     saving = recipe.checkpoint
     every = epoch if saving.save_every == "epoch" else saving.save_every
@@ -34,6 +42,17 @@ def in_steps(recipe: Recipe, rows: int) -> Recipe:
             "checkpoint": saving.model_copy(update={"save_every": every}),
         }
     )
+
+
+def check_exchange(recipe: Recipe, steps: int) -> None:
+    """Raise ``ConfigError`` where so many steps end before workers have exchanged all units."""
+    every = recipe.outer.every
+    if recipe.outer.method != "none" and every > steps:
+        raise ConfigError(
+            f"outer.every is {every} and the run has {plural(steps, 'step')}: workers would never "
+            "exchange the whole model, and each would end with another. Write outer.every: "
+            f"{steps}, or less."
+        )
 
 
 def passes(recipe: Recipe, steps: int, rows: int) -> float:
@@ -67,9 +86,17 @@ def notes(recipe: Recipe) -> Iterator[str]:
             f"optimizer.warmup is {warmup} and the run has {steps}: the learning rate "
             f"rises for {rises}, and is at its peak in the last."
         )
-    due = (s for s in range(1, run.steps) if is_multiple(s, run.eval_every) and s >= run.eval_delay)
-    if run.eval_delay and not any(due):
+    chosen = run.eval_delay or run.patience or recipe.checkpoint.keep_best
+    if chosen and times_due(1, run.steps, run.eval_every, run.eval_delay) == 1:
+        is_delayed = times_due(1, run.steps, run.eval_every) > 1
         yield (
-            f"run.eval_delay leaves one validation, after the last of {run.steps} steps; make it "
-            "smaller, or leave it out."
+            f"run.eval_{'delay' if is_delayed else 'every'} leaves one validation, after the last "
+            f"of {plural(run.steps, 'step')}, and nothing to choose from; make it smaller."
+        )
+    every = recipe.outer.every
+    if recipe.outer.method != "none" and run.steps % every:
+        yield (
+            f"outer.every {every} does not divide the {run.steps} steps: what workers train after "
+            f"step {run.steps - run.steps % every} they do not exchange, and their models differ "
+            "by it."
         )

@@ -4,7 +4,7 @@
     2. sharded model          with its checkpoint, if the run is resumed
     3. take over the folder   nothing on the disk has changed before
     4. steps                  with validation and checkpoints
-    5. results                a sample, the table of bytes, the model, the loss curve
+    5. results                the model, the loss curve, a sample, the table of bytes
 
 A step whose loss has been emitted is complete on every rank. Saving, and stopping on request,
 happen between two steps only.
@@ -113,7 +113,7 @@ def train(
     check_kernels(comm.device, recipe.optimizer.name.removeprefix("paged_"))
     accumulation(recipe.batch, comm.size)  # before anything is read or written
     streams_per_rank(recipe, comm.size)
-    check_outer(recipe.outer)
+    check_outer(recipe)
     # By key, so that a difference between ranks is named.
     comm.agree({name: str(value) for name, value in flatten(recipe.model_dump()).items()})
     with RunLogger.open_run(recipe, comm, emit, attempt) as (logger, start):

@@ -6,16 +6,20 @@ from collections.abc import Callable
 
 from shardwise.outer.diloco import DiLoCo, place_of
 from shardwise.outer.schedule import OuterSchedule
-from shardwise.recipe.outer_config import OuterConfig
+from shardwise.recipe.recipe import Recipe
 from shardwise.train.job import Job
+from shardwise.train.length import check_exchange
 from shardwise.train.worker import Exchanged, worker_of
 
 
-def check_outer(config: OuterConfig) -> None:
-    """Raise ``ConfigError`` where an exchange by ``config`` cannot be, before anything is read."""
+def check_outer(recipe: Recipe) -> None:
+    """Raise ``ConfigError`` where workers cannot exchange by it, before anything is read."""
+    config = recipe.outer
     if config.method != "none":
         OuterSchedule.spread({}, config.every, config.delay)
         place_of(config.workers, worker_of(config).number)
+    if recipe.run.epochs is None:  # else it is known how many steps there are when the text is read
+        check_exchange(recipe, recipe.run.steps)
 
 
 class Outer:

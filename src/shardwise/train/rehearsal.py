@@ -79,7 +79,8 @@ class Rehearsal:
 
     def _model(self, flat: Tree) -> Tree:
         if source := flat.get("model.from"):
-            return {"model.from": str(rehearsal_files.base(source, self.folder / "base"))}
+            base = rehearsal_files.base(source, self.folder / "base")
+            return {"model.from": str(base), "model.revision": None}
         return {"tokenizer.vocabulary": 512, **{f"model.{k}": v for k, v in _DECODER.items()}}
 
     def _data(self, flat: Tree) -> Tree:

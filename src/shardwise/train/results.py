@@ -1,4 +1,4 @@
-"""Results of a finished run: a sample, the whole model, its metrics, the loss curve."""
+"""Results of a finished run: the whole model, its metrics, the loss curve, a sample."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ def export(
 ) -> None:
     """Write all of it. A collective; rank 0 writes."""
     recipe, comm = job.recipe, job.sharded.comm
-    if recipe.sample.tokens:
-        logger.log(sample(job.model, data.tokenizer, recipe))
     try:
         _save_model(job, data, logger)
     except (OSError, CheckpointError) as error:
@@ -42,6 +40,8 @@ def export(
         for name, text in result_files(recipe, data, records, tokens_per_second).items():
             logger.folder.write_text(name, text)
         _plot(logger, logger.folder, recipe.sharding.strategy, comm.size)
+    if recipe.sample.tokens:  # last, so that a prompt that cannot be continued costs nothing else
+        logger.log(sample(job.model, data.tokenizer, recipe))
 
 
 def _save_model(job: Job, data: Data, logger: RunLogger) -> None:

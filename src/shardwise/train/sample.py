@@ -92,4 +92,5 @@ def _draw_token(logits: Tensor, temperature: float, generator: torch.Generator) 
     """One id, ``[vocabulary] → [1]``."""
     if temperature == 0:
         return logits.argmax(keepdim=True)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+    below = logits.double() - logits.max()  # at most 0, so that a tiny temperature is greedy
+    return torch.multinomial((below / temperature).softmax(-1), 1, generator=generator)
