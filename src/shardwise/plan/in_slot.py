@@ -50,7 +50,8 @@ def forward_in_slot(module: nn.Module) -> Callable[[Tensor], Tensor]:
     The gradients of their weights are, too.
     """
     layer, plain = _LAYERS[_kind(module)], module.forward
-    return lambda x: _forward(module, layer, plain, x)  # compiled blocks share it, but no partial()
+    # A function: blocks that are compiled share one graph of it, and have one each of a partial().
+    return lambda x: _forward(module, layer, plain, x)
 
 
 def is_in_slot(forward: object) -> bool:

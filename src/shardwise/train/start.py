@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipe.read import flatten
 from shardwise.recipe.recipe import Recipe, keys
 from shardwise.train.folder import CHECKPOINTS, METRICS, RECIPE
+from shardwise.train.metrics_log import lines_until, typed
 from shardwise.train.records import plural
 
 IDENTITY_KEYS = (
@@ -110,7 +112,7 @@ def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
     earlier = _read(path / RECIPE)
     check_same_run(earlier, recipe, f"run.folder {path} holds an earlier run")
     finished = finished_steps(path)
-    if finished is not None and _is_long_enough(finished, earlier, recipe, _planned_steps(path)):
+    if finished is not None and _is_long_enough(path, finished, earlier, recipe):
         return Start.FINISHED
     if finished is not None and not checkpoints(path / CHECKPOINTS):
         epochs, steps = recipe.run.epochs, recipe.run.steps
@@ -122,22 +124,18 @@ def decide_start(recipe: Recipe, restarted: bool = False) -> Start:
     return Start.RESUME
 
 
-def _is_long_enough(
-    finished: int, earlier: Mapping[str, Any], recipe: Recipe, planned: int | None
-) -> bool:
+def _is_long_enough(path: Path, finished: int, earlier: Mapping[str, Any], recipe: Recipe) -> bool:
     """Has the finished run all steps or epochs? How many steps an epoch has is not known yet.
 
     The same recipe asks for no more, also where ``run.patience`` or the text ended it.
-
-    Args:
-        planned: steps of the epochs that the run was to have; ``None``: those that it took.
     """
     if flatten(earlier) == flatten(recipe.model_dump(mode="json")):
         return True
     if recipe.run.epochs is None:
         return finished >= recipe.run.steps
     epochs = flatten(earlier).get("run.epochs")
-    return epochs is not None and epochs * finished >= recipe.run.epochs * (planned or finished)
+    planned = _planned_steps(path) or finished  # in the epochs of before
+    return epochs is not None and epochs * finished >= recipe.run.epochs * planned
 
 
 def holds_run(recipe: Recipe) -> bool:
@@ -200,22 +198,20 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def finished_steps(path: Path) -> int | None:
     """The steps of the run in ``path`` if its last record says that it finished."""
-    return _steps_of("finished", path, slice(-2, -1))
+    try:
+        last = (path / METRICS).read_bytes().rsplit(b"\n", 2)[-2]
+        record = json.loads(last)
+        return int(record["steps"]) if record["record"] == "finished" else None
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
+        return None
 
 
 def _planned_steps(path: Path) -> int | None:
-    """The steps that the last attempt of the run in ``path`` was to reach."""
-    return _steps_of("built", path, slice(None))
-
-
-def _steps_of(kind: str, path: Path, lines: slice) -> int | None:
-    """The steps in the last record of a kind, among these lines of the run's metrics."""
-    try:
-        metrics = (path / METRICS).read_bytes().split(b"\n")[lines]
-        line = next(line for line in reversed(metrics) if f'"record": "{kind}"'.encode() in line)
-        return int(json.loads(line)["steps"])
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, StopIteration):
-        return None
+    """The steps that the last attempt of the finished run in ``path`` was to reach."""
+    text = (path / METRICS).read_text("utf-8", "replace")
+    lines = map(typed, lines_until(text.split("\n"), math.inf))
+    built = [line.get("steps") for line in lines if line and line.get("record") == "built"]
+    return built[-1] if built else None
 
 
 # --- the same run? ---------------------------------------------------------------------------
